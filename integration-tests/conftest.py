@@ -1,0 +1,24 @@
+"""Shared by the integration tests: the workspace root, and a copy of it that a test may break."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def root() -> Path:
+    return ROOT
+
+
+@pytest.fixture
+def workspace_copy(tmp_path: Path) -> Path:
+    """packages/ and tools/ in a folder of their own."""
+    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info", "dist", ".mypy_cache")
+    for folder in ("packages", "tools"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignore)
+    return tmp_path

@@ -1,0 +1,3 @@
+"""The version of acc-ops, and the only place it is written."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,35 @@
+"""Package top levels that cost nothing: a table of names, loaded one by one when they are first asked for.
+
+Used by the `__init__.py` of every acc package (PEP 562). Types come from the `__init__.pyi` beside it; a test of each
+package compares the two with `acc_ops.testing.stub_names`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def lazy_exports(
+    package: str, names: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """`__getattr__`, `__dir__` and `__all__` for `package`, whose public `names` map to the submodule that defines each.
+
+    >>> __getattr__, __dir__, __all__ = lazy_exports(__name__, {"gather": "collectives"})
+    """
+    public = sorted(names)
+
+    def load(name: str) -> Any:
+        home = names.get(name)
+        if home is None:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"{package}.{home}"), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    def listing() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *public})
+
+    return load, listing, public

@@ -1,0 +1,23 @@
+"""Run the benchmarks: `hatch run bench [NAME ...]`; without a name, all of them."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+NAMES = ("cli", "launch", "collectives", "step")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", choices=[*NAMES, []], help=f"which: {', '.join(NAMES)}")
+    arguments = parser.parse_args()
+    for name in arguments.names or NAMES:
+        subprocess.run([sys.executable, str(HERE / f"bench_{name}.py")], check=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Write the generated pages of docs/ and check every relative link: `hatch run docs`, or `hatch run docs --check` to only compare."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+
+from workspace import ROOT, packages
+
+LINK = re.compile(r"(?<!\!)\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
+GENERATED = "<!-- written by `hatch run docs`; change the declarations, not this page -->\n\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="write nothing; fail when a page is out of date or a link is broken",
+    )
+    arguments = parser.parse_args()
+    stale = []
+    for name, text in pages().items():
+        path = ROOT / "docs" / name
+        if path.exists() and path.read_text() == text:
+            continue
+        stale.append(name)
+        if not arguments.check:
+            path.write_text(text)
+    problems = [f"docs/{name} is out of date: run `hatch run docs`" for name in stale if arguments.check]
+    problems += list(broken_links())
+    for problem in problems:
+        print(problem)
+    print(f"{len(pages())} generated pages, {len(stale)} {'out of date' if arguments.check else 'written'}")
+    sys.exit(1 if problems else 0)
+
+
+def pages() -> dict[str, str]:
+    """File name -> text of the generated pages."""
+    return {"support.md": support_page(), "options.md": options_page()}
+
+
+def support_page() -> str:
+    """Which strategy works with which precision on which device, from the one table that also raises the errors."""
+    from acc_plugins.support import support_table  # noqa: PLC0415  needs the packages; sizes and links don't
+
+    return f"# What works with what\n\n{GENERATED}{support_table()}\n"
+
+
+def options_page() -> str:
+    """Every option with its flag, YAML key, environment variable and default, from its one declaration."""
+    from acc_ops.options import as_table  # noqa: PLC0415
+
+    parts = ["# Options\n\n" + GENERATED.rstrip()]
+    for owner in option_classes():
+        summary = (owner.__doc__ or "").strip().splitlines()[0]
+        parts.append(f"## {owner.__name__}\n\n{summary}\n\n{as_table(owner)}")
+    return "\n\n".join(parts) + "\n"
+
+
+def option_classes() -> list[type]:
+    """The dataclasses that declare options: the launch plan's first, then those of acc-plugins by name."""
+    import acc_plugins  # noqa: PLC0415
+    from acc_ops.options import options_of  # noqa: PLC0415
+    from acc_trainer.launch.plan import LaunchPlan  # noqa: PLC0415
+
+    named = [getattr(acc_plugins, name) for name in acc_plugins.__all__]
+    return [LaunchPlan, *(c for c in named if isinstance(c, type) and is_dataclass(c) and options_of(c))]
+
+
+def broken_links() -> Iterator[str]:
+    """Relative links of the hand-written pages that lead nowhere."""
+    files = [
+        ROOT / "README.md",
+        *sorted((ROOT / "docs").rglob("*.md")),
+        *(p.folder / "README.md" for p in packages()),
+    ]
+    for path in files:
+        for target in LINK.findall(path.read_text()):
+            if (
+                "://" not in target
+                and not target.startswith("mailto:")
+                and not (path.parent / target).exists()
+            ):
+                yield f"{path.relative_to(ROOT)}: the link to {target} leads nowhere"
+
+
+if __name__ == "__main__":
+    main()
