@@ -1,0 +1,339 @@
+"""Collectives for nested data: the whole structure is checked once and travels together.
+
+[Note: what may differ between ranks] `gather` joins along the first dimension, which may differ; `pad_across_processes` is there for
+sizes that differ, so only the number of dimensions has to agree; everything else compares whole shapes. On one rank the data is checked
+in the same way, and nothing is sent.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from acc_ops.exchange import Call, DistributedOperationException, MismatchError, agree, room_bytes
+from acc_ops.object_collectives import (
+    broadcast_object_list,
+    copy_tensor_to_devices,
+    gather_object,
+    gather_tensor_shape,
+    scatter,
+)
+from acc_ops.packing import (
+    Layout,
+    layout_of,
+    metas_of,
+    pack,
+    sizes_from_bytes,
+    unpack,
+    unpack_combined,
+    unpack_joined,
+    unpack_ragged,
+)
+from acc_ops.prepared import MayDiffer, Prepared, prepare
+from acc_ops.tree import flatten, unflatten
+from acc_ops.wire import check_reduction, check_root
+from acc_ops.world import World, current_world
+
+__all__ = [
+    "CannotPadNestedTensorWarning",
+    "DistributedOperationException",
+    "MismatchError",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "chained_operation",
+    "copy_tensor_to_devices",
+    "gather",
+    "gather_object",
+    "gather_tensor_shape",
+    "pad_across_processes",
+    "reduce",
+    "scatter",
+    "verify_operation",
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+REDUCTIONS = ("mean", "sum", "max", "min", "none")
+
+
+class CannotPadNestedTensorWarning(UserWarning):
+    """A nested tensor has no single size to pad to, and is passed on as it is."""
+
+
+def gather(tensor: Any, world: World | None = None) -> Any:
+    """Every rank's tensors joined along the first dimension, in rank order, the same on every rank.
+
+    Sizes may differ between ranks in the first dimension only; a tensor without dimensions counts as one row. Results are
+    detached. On one rank the very same object is returned. Raises TypeError for other leaves than tensors, MismatchError when the ranks'
+    data does not fit together.
+    """
+    world = world or current_world()
+    ready = prepare("gather", tensor, world, may_differ=MayDiffer.ROWS)
+    if world.size == 1:
+        _raise_error(ready)
+        return tensor
+    if not world.verify:
+        _raise_error(ready)
+        joined = unpack_joined(world.comm.all_gather(ready.packed()), ready.layout)
+        return unflatten(ready.structure, ready.back_to_devices(joined))
+    agreement = agree(world, ready.call, ready.packed() if ready.call.error is None else None)
+    rows = agreement.payloads
+    if rows is None:  # nothing but empty tensors
+        rows = torch.empty(world.size, 0, dtype=torch.uint8, device=ready.device)
+    if agreement.exact:
+        joined = unpack_joined(rows, ready.layout)
+    else:
+        sizes = _sizes_of_ranks(world, ready, agreement.sizes)
+        joined = unpack_ragged(rows, [_layout_with_rows(ready, of_rank) for of_rank in sizes])
+    return unflatten(ready.structure, ready.back_to_devices(joined))
+
+
+def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0, world: World | None = None) -> Any:
+    """New tensors that combine every rank's by `reduction`: mean, sum, max, min, or none (copies of this rank's own).
+
+    Dtypes stay, but the mean of integers and bools is a float, on any number of ranks; the sum of bools is `or`. `scale` only acts on XLA
+    devices. Raises ValueError for another `reduction` before anything is sent, TypeError for other leaves than tensors, and
+    MismatchError.
+    """
+    world = world or current_world()
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+    if scale != 1.0:
+        warnings.warn(f"reduce(scale={scale}) only acts on XLA devices, this is {world.device}", stacklevel=2)
+    ready = prepare(f"reduce({reduction!r})", tensor, world)
+    op = "sum" if reduction == "mean" else reduction
+    if reduction == "none":
+        _raise_error(ready)
+        return unflatten(ready.structure, [leaf.detach().clone() for leaf in ready.leaves])
+    own = [_wide_for_mean(leaf) if reduction == "mean" else leaf.detach() for leaf in ready.leaves]
+    combined = _combined(world, ready, own, op)
+    if reduction == "mean":
+        combined = [total / world.size for total in combined]
+        combined = [
+            total.to(leaf.dtype) if leaf.is_floating_point() else total
+            for total, leaf in zip(combined, ready.leaves, strict=True)
+        ]
+    return unflatten(ready.structure, combined)
+
+
+def broadcast(tensor: Any, from_process: int = 0, world: World | None = None) -> Any:
+    """Overwrite every tensor with rank `from_process`'s, in place, and return the same object.
+
+    Raises ValueError when `from_process` is no rank, TypeError for other leaves than tensors, and MismatchError.
+    """
+    world = world or current_world()
+    check_root(from_process, world.size, "from_process")
+    ready = prepare("broadcast", tensor, world, root=from_process)
+    if world.size == 1 or not world.verify:
+        _raise_error(ready)
+    if world.size == 1:
+        return tensor
+    is_root = world.rank == from_process
+    layout = ready.layout
+    sent = ready.packed() if is_root and ready.call.error is None else None
+    if world.verify:
+        payloads = agree(world, ready.call, sent).payloads
+        row = None if payloads is None else payloads[0]
+    else:
+        if sent is None:
+            sent = torch.empty(layout.num_bytes, dtype=torch.uint8, device=ready.device)
+        row = world.comm.broadcast(sent, from_process)
+    if row is not None and not is_root:
+        with torch.no_grad():
+            for leaf, value in zip(ready.leaves, unpack(row, layout), strict=True):
+                leaf.detach().copy_(value)
+    return tensor
+
+
+def pad_across_processes(
+    tensor: Any,
+    dim: int = 0,
+    pad_index: float = 0,
+    pad_first: bool = False,
+    world: World | None = None,
+) -> Any:
+    """Every tensor padded with `pad_index` in dimension `dim` to the largest size among the ranks, at the end or the start.
+
+    Tensors without that dimension, and those that are large enough, stay the same objects; so do nested tensors, with a
+    warning. Raises TypeError for other leaves than tensors, ValueError when a dtype cannot hold `pad_index`, and MismatchError.
+    """
+    world = world or current_world()
+    originals, structure = flatten(tensor)
+    plain = [_STAND_IN if leaf.is_nested else leaf for leaf in originals]
+    if any(leaf.is_nested for leaf in originals):
+        warnings.warn(
+            "pad_across_processes passes nested tensors on unchanged: they have no single size to pad to",
+            CannotPadNestedTensorWarning,
+            stacklevel=2,
+        )
+    ready = prepare(
+        "pad_across_processes",
+        unflatten(structure, plain),
+        world,
+        may_differ=MayDiffer.SIZES,
+        dim=dim,
+        error=_cannot_hold(pad_index, plain),
+    )
+    if world.size == 1 or not world.verify:
+        _raise_error(ready)
+    if world.size == 1:
+        return tensor
+    told = agree(world, ready.call).sizes if world.verify else None
+    targets = [max(sizes) for sizes in zip(*_sizes_of_ranks(world, ready, told), strict=True)]
+    padded = [
+        _padded(leaf, target, dim, pad_index, pad_first)
+        for leaf, target in zip(ready.leaves, targets, strict=True)
+    ]
+    kept = [old if old.is_nested else new for old, new in zip(originals, padded, strict=True)]
+    return unflatten(structure, kept)
+
+
+def barrier(world: World | None = None) -> None:
+    """Return when every rank has come here; MismatchError on every rank when one of them calls another collective."""
+    world = world or current_world()
+    if world.size == 1:
+        return
+    if world.verify:
+        agree(world, Call(name="barrier"))
+    else:
+        world.comm.barrier()
+
+
+def verify_operation(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a collective of your own: before it runs, the ranks compare its name and its first argument.
+
+    Raises MismatchError on every rank when structure, shape, dtype or kind of device differ. Worlds of one rank or with
+    `verify=False` run it at once.
+    """
+    name = getattr(function, "__name__", str(function))
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        given = kwargs.get("world")
+        world = given if isinstance(given, World) else current_world()
+        if world.size > 1 and world.verify:
+            data = args[0] if args else kwargs.get("tensor", next(iter(kwargs.values()), ()))
+            agree(world, prepare(name, data, world).call)
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def chained_operation(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function that calls collectives, so that their errors name it as well."""
+    name = getattr(function, "__name__", str(function))
+
+    @functools.wraps(function)
+    def named(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except DistributedOperationException as error:
+            raise type(error)(f"in {name}: {error}") from error
+
+    return named
+
+
+_split_copy: Any = torch.split_with_sizes_copy  # torch's stub says it returns nothing
+_STAND_IN = torch.zeros(())  # without dimensions, so nothing pads it
+
+
+def _raise_error(ready: Prepared) -> None:
+    if ready.call.error is not None:
+        raise ready.call.error
+
+
+def _sizes_of_ranks(world: World, ready: Prepared, told: list[bytes] | None) -> list[list[int]]:
+    """Per rank, per leaf: the size the ranks told each other in the header, or do now where it had no room."""
+    if told is None:
+        own = torch.tensor(sizes_from_bytes(ready.call.sizes), dtype=torch.int64)
+        rows: list[list[int]] = world.comm.all_gather(own.to(world.comm.control_device)).tolist()
+        return rows
+    return [sizes_from_bytes(sizes) for sizes in told]
+
+
+def _layout_with_rows(ready: Prepared, sizes: list[int]) -> Layout:
+    metas = [
+        (dtype, torch.Size([size, *shape[1:]]) if shape else shape)
+        for (dtype, shape), size in zip(ready.metas, sizes, strict=True)
+    ]
+    return layout_of(tuple(metas))
+
+
+def _wide_for_mean(leaf: Tensor) -> Tensor:
+    """Integers and bools are summed as int64, so that neither wraps around."""
+    if leaf.is_floating_point() or leaf.is_complex():
+        return leaf.detach()
+    return leaf.detach().to(torch.int64)
+
+
+def _combined(world: World, ready: Prepared, leaves: list[Tensor], op: str) -> list[Tensor]:
+    """Each of `leaves` combined over the ranks, as new tensors."""
+    error = ready.call.error or _cannot_reduce(leaves, op)
+    call = ready.call if error is None else Call(name=ready.call.name, error=error)
+    if error is not None and (world.size == 1 or not world.verify):
+        raise error
+    if world.size == 1:
+        return [leaf.clone() for leaf in leaves]
+    layout = layout_of(metas_of(leaves))
+    fits = layout.num_bytes <= room_bytes(world.size) and ready.device.type == "cpu"
+    if world.verify:
+        payload = pack(leaves, layout, ready.device) if fits and error is None else None
+        rows = agree(world, call, payload).payloads
+        if rows is not None:
+            return unpack_combined(rows, layout, op)
+    return _combined_by_dtype(world, leaves, op)
+
+
+def _combined_by_dtype(world: World, leaves: list[Tensor], op: str) -> list[Tensor]:
+    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for index, leaf in enumerate(leaves):
+        groups.setdefault((leaf.dtype, leaf.device), []).append(index)
+    combined = list(leaves)
+    for indices in groups.values():
+        flat = torch.cat([leaves[i].reshape(-1) for i in indices])
+        world.comm.all_reduce(flat, op)
+        sizes = [leaves[i].numel() for i in indices]
+        parts = [flat] if len(indices) == 1 else _split_copy(flat, sizes)
+        for index, part in zip(indices, parts, strict=True):
+            combined[index] = part.view(leaves[index].shape)
+    return combined
+
+
+def _cannot_reduce(leaves: list[Tensor], op: str) -> Exception | None:
+    try:
+        for dtype in {leaf.dtype for leaf in leaves}:
+            check_reduction(op, dtype)
+    except (ValueError, TypeError) as error:
+        return error
+    return None
+
+
+def _cannot_hold(pad_index: float, leaves: list[Tensor]) -> Exception | None:
+    for dtype in {leaf.dtype for leaf in leaves}:
+        try:
+            held = torch.full((), pad_index, dtype=dtype).item()
+        except (RuntimeError, TypeError):
+            held = None
+        wraps = (
+            not dtype.is_floating_point and not dtype.is_complex and dtype != torch.bool and held != pad_index
+        )
+        if held is None or wraps:
+            return ValueError(f"pad_index={pad_index!r} does not fit into {dtype}")
+    return None
+
+
+def _padded(leaf: Tensor, target: int, dim: int, pad_index: float, pad_first: bool) -> Tensor:
+    if not -leaf.ndim <= dim < leaf.ndim or leaf.shape[dim] == target:
+        return leaf
+    shape = list(leaf.shape)
+    size, shape[dim] = shape[dim], target
+    padded = leaf.new_full(shape, pad_index)
+    padded.narrow(dim, target - size if pad_first else 0, size).copy_(leaf)
+    return padded

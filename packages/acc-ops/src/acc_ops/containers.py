@@ -1,0 +1,153 @@
+"""How each kind of container is taken apart and put together again, without ever writing to the user's own.
+
+[Note: containers and leaves] A container is a list, a tuple (also a namedtuple or one of torch's struct sequences), any Mapping
+(transformers' ModelOutput and BatchEncoding are some), a dataclass instance, or anything registered with torch's pytree. Everything
+else is a leaf.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections import UserDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree  # torch has no public name for the registry; the module is the one it documents
+from torch import nn
+
+
+class Container:
+    """How one type of container is read and rebuilt. The calls: 1 `values`, 2 `names` or `key`, 3 `rebuild`."""
+
+    def values(self, data: Any) -> list[Any]:
+        """What it contains, in order."""
+        return list(data)
+
+    def names(self, data: Any) -> list[str]:
+        """How to reach each value from `data`: `[0]`, `['labels']`, `.logits`."""
+        return [f"[{i}]" for i in range(len(self.values(data)))]
+
+    def key(self, data: Any) -> Any:
+        """Hashable; what must agree for two containers of one type to have the same structure, besides the values."""
+        return len(data)
+
+    def rebuild(self, data: Any, values: list[Any]) -> Any:
+        """A new container like `data` with other `values`."""
+        return type(data)(values)
+
+
+class _List(Container):
+    def rebuild(self, data: Any, values: list[Any]) -> Any:
+        new = copy.copy(data)  # a subclass keeps its attributes
+        new[:] = values
+        return new
+
+
+class _NamedTuple(Container):
+    def names(self, data: Any) -> list[str]:
+        return [f".{name}" for name in data._fields]
+
+    def rebuild(self, data: Any, values: list[Any]) -> Any:
+        return type(data)._make(values)
+
+
+class _Mapping(Container):
+    def values(self, data: Any) -> list[Any]:
+        return [data[key] for key in data]
+
+    def names(self, data: Any) -> list[str]:
+        return [f"[{key!r}]" for key in data]
+
+    def key(self, data: Any) -> Any:
+        return tuple(data)
+
+    def rebuild(self, data: Any, values: list[Any]) -> Any:
+        # A copy keeps a default factory and attributes; but a plain copy of an unknown class may share what it wraps.
+        if isinstance(data, (dict, UserDict)) or hasattr(type(data), "__copy__"):
+            new = copy.copy(data)
+            try:
+                for key, value in zip(list(data), values, strict=True):
+                    if value is not data[key]:
+                        new[key] = value
+            except TypeError:  # it is immutable
+                return type(data)(dict(zip(data, values, strict=True)))
+            return new
+        return type(data)(dict(zip(data, values, strict=True)))
+
+
+class _Dataclass(Container):
+    def values(self, data: Any) -> list[Any]:
+        return [getattr(data, name) for name in self.key(data)]
+
+    def names(self, data: Any) -> list[str]:
+        return [f".{name}" for name in self.key(data)]
+
+    def key(self, data: Any) -> Any:
+        return tuple(field.name for field in dataclasses.fields(data) if hasattr(data, field.name))
+
+    def rebuild(self, data: Any, values: list[Any]) -> Any:
+        new = copy.copy(
+            data
+        )  # not dataclasses.replace: fields without init, and __post_init__ must not run again
+        for name, value in zip(self.key(data), values, strict=True):
+            object.__setattr__(new, name, value)  # also where it is frozen
+        return new
+
+
+class _Registered(Container):
+    """Whatever its author registered with torch's pytree."""
+
+    def values(self, data: Any) -> list[Any]:
+        return list(_registered(data).flatten_fn(data)[0])
+
+    def names(self, data: Any) -> list[str]:
+        with_keys = _registered(data).flatten_with_keys_fn
+        if with_keys is None:
+            return super().names(data)
+        return [str(key) for key, _ in with_keys(data)[0]]
+
+    def key(self, data: Any) -> Any:
+        return len(self.values(data))
+
+    def rebuild(self, data: Any, values: list[Any]) -> Any:
+        node = _registered(data)
+        return node.unflatten_fn(values, node.flatten_fn(data)[1])
+
+
+def container_of(data: Any) -> Container | None:
+    """How to take `data` apart, or None when it is a leaf."""
+    kind: Any = type(data)
+    if kind in _ATOMS:
+        return None
+    known = _container_for(kind)
+    if known is None and kind in pytree.SUPPORTED_NODES:  # asked every time: it may be registered later
+        return _REGISTERED
+    return known
+
+
+LEAF_DATACLASSES: set[type] = set()  # dataclasses of ours that are leaves
+
+_ATOMS = frozenset({int, float, bool, str, bytes, type(None), torch.Tensor, torch.device, torch.dtype})
+_REGISTERED = _Registered()
+
+
+@functools.lru_cache(maxsize=1024)
+def _container_for(kind: type) -> Container | None:
+    if issubclass(kind, Mapping):
+        return _Mapping()
+    if issubclass(kind, tuple):
+        return _NamedTuple() if hasattr(kind, "_fields") and hasattr(kind, "_make") else Container()
+    if issubclass(kind, list) and kind not in pytree.SUPPORTED_NODES:
+        return _List()
+    if issubclass(kind, list):
+        return Container() if kind is list else _REGISTERED
+    if dataclasses.is_dataclass(kind) and kind not in LEAF_DATACLASSES and not issubclass(kind, nn.Module):
+        return _Dataclass()
+    return None
+
+
+def _registered(data: Any) -> Any:
+    return pytree.SUPPORTED_NODES[type(data)]

@@ -1,0 +1,74 @@
+"""Loggers that know the rank: one line per world unless every rank is asked to speak."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import MutableMapping
+from typing import TYPE_CHECKING, Any
+
+from acc_ops.environment import parse_choice_from_env
+from acc_ops.world import current_world
+
+if TYPE_CHECKING:
+    _Adapter = logging.LoggerAdapter[logging.Logger]
+else:
+    _Adapter = logging.LoggerAdapter
+
+
+class MultiProcessAdapter(_Adapter):
+    """A logger of one world. Before a world is joined it logs as rank 0 of 1."""
+
+    def __init__(self, logger: logging.Logger, extra: Any = None) -> None:
+        super().__init__(logger, extra)
+        self._warned: set[Any] = set()
+
+    def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
+        """Log on the main rank; on every rank with `main_process_only=False`; on every rank in rank order with `in_order=True`.
+
+        With `in_order` all ranks must call, whatever their level: there is a barrier after each rank's turn.
+        """
+        main_process_only = kwargs.pop("main_process_only", True)
+        in_order = kwargs.pop("in_order", False)
+        world = current_world()
+        speaks = self.isEnabledFor(level)
+        if not in_order:
+            if speaks and (world.is_main or not main_process_only):
+                text, options = self.process(msg, kwargs)
+                self.logger.log(level, text, *args, **options)
+            return
+        for _ in range(world.rank):
+            world.comm.barrier()
+        try:
+            if speaks:
+                text, options = self.process(msg, kwargs)
+                self.logger.log(level, text, *args, **options)
+        finally:  # a handler that raises must not keep the later ranks waiting
+            for _ in range(world.rank, world.size):
+                world.comm.barrier()
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        """The text with its rank in front, and a `stacklevel` that names the caller's line."""
+        kwargs.setdefault("stacklevel", 2)  # this adapter's log() is one frame between
+        text, kwargs = super().process(msg, kwargs)
+        return f"[RANK {current_world().rank}] {text}", kwargs
+
+    def warning_once(self, *args: Any, **kwargs: Any) -> None:
+        """`warning`, once in this logger's life for the same arguments on the same rank."""
+        said = (current_world().rank, repr(args), repr(sorted(kwargs.items())))
+        if said not in self._warned:
+            self._warned.add(said)
+            kwargs.setdefault("stacklevel", 3)
+            self.log(logging.WARNING, *args, **kwargs)
+
+
+def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
+    """The logger `name` with the rank in front of its lines.
+
+    `log_level` (any case; else the variable ACCELERATE_LOG_LEVEL) is set on this logger alone, never on the root; with neither, levels are
+    untouched. ValueError for an unknown level.
+    """
+    logger = logging.getLogger(name)
+    level = (log_level or parse_choice_from_env("ACCELERATE_LOG_LEVEL", "")).upper()
+    if level:
+        logger.setLevel(level)
+    return MultiProcessAdapter(logger)

@@ -1,0 +1,266 @@
+"""Collectives for what is not a tensor of a known shape: any picklable object, and a batch only one rank has."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from acc_ops.containers import LEAF_DATACLASSES
+from acc_ops.exchange import (
+    Agreement,
+    Call,
+    MismatchError,
+    Row,
+    agree,
+    digest_of,
+    room_bytes,
+)
+from acc_ops.packing import layout_of, metas_of, pack, unpack
+from acc_ops.prepared import pickled
+from acc_ops.tree import flatten, recursively_apply
+from acc_ops.wire import check_parts, check_root, from_bytes, to_bytes
+from acc_ops.world import World, current_world
+
+# The numbers of the specification; other dtypes have none and are named instead.
+TENSOR_TYPE_TO_INT = {
+    torch.float32: 1,
+    torch.float64: 2,
+    torch.float16: 3,
+    torch.bfloat16: 4,
+    torch.uint8: 5,
+    torch.int8: 6,
+    torch.int16: 7,
+    torch.int32: 8,
+    torch.int64: 9,
+    torch.bool: 10,
+}
+TENSOR_INT_TO_DTYPE = {number: dtype for dtype, number in TENSOR_TYPE_TO_INT.items()}
+
+
+def gather_object(object: Any, world: World | None = None) -> list[Any]:
+    """Every rank's objects as one list, in rank order: lists and tuples are chained, anything else becomes one item.
+
+    On one rank a list is returned as it is. Raises MismatchError when some ranks give a list and others do not, and whatever
+    kept an object from being pickled.
+    """
+    world = world or current_world()
+    if world.size == 1:
+        if isinstance(object, list):
+            return object
+        return list(object) if isinstance(object, tuple) else [object]
+    objects = _all_objects(world, "gather_object", object)
+    chained = [isinstance(other, (list, tuple)) for other in objects]
+    if all(chained):
+        return [item for other in objects for item in other]
+    if any(chained):
+        odd = chained.index(not chained[0])
+        kinds = f"rank 0 {type(objects[0]).__name__}, rank {odd} {type(objects[odd]).__name__}"
+        raise MismatchError(f"gather_object: every rank gives a list or none does: {kinds}")
+    return objects
+
+
+def broadcast_object_list(
+    object_list: list[Any], from_process: int = 0, world: World | None = None
+) -> list[Any]:
+    """Overwrite the items of `object_list` with rank `from_process`'s, in place, and return the same list.
+
+    Raises ValueError when `from_process` is no rank, TypeError for anything but a list, and MismatchError when the lists are not
+    of the same length.
+    """
+    world = world or current_world()
+    check_root(from_process, world.size, "from_process")
+    given: Any = object_list
+    error: Exception | None = None
+    if not isinstance(given, list):
+        error = TypeError(f"broadcast_object_list overwrites a list, got {given!r:.60}")
+    if world.size == 1 or not world.verify:
+        if error is not None:
+            raise error
+        if world.size > 1:
+            object_list[:] = world.comm.broadcast_object(object_list, from_process)
+        return object_list
+    num = len(object_list) if error is None else 0
+    received = _object_from(
+        world,
+        "broadcast_object_list",
+        object_list,
+        from_process,
+        error,
+        [("object_list", num, f"{num} items")],
+    )
+    if world.rank != from_process:
+        object_list[:] = received
+    return object_list
+
+
+def scatter(parts: Sequence[Any] | None, from_process: int = 0, world: World | None = None) -> Any:
+    """This rank's of the nested batches that rank `from_process` gives, one for each rank; other ranks pass None.
+
+    The parts may differ in structure and shape; leaves that are no tensors travel, too. Tensors arrive where the root's were:
+    on the CPU or on this rank's device. Raises ValueError when `from_process` is no rank or gives another number of parts, on
+    every rank.
+    """
+    world = world or current_world()
+    check_root(from_process, world.size, "from_process")
+    if world.size == 1:
+        return check_parts(parts, 1, from_process)[0]
+    sent, rows, error = None, None, None
+    if world.rank == from_process:
+        try:
+            sent, rows = _parts_to_send(check_parts(parts, world.size, from_process), world)
+        except (ValueError, TypeError, RuntimeError) as problem:
+            error = problem
+    told: _Scattered = _object_from(world, "scatter", sent, from_process, error, [])
+    if told.blobs is not None:
+        row = from_bytes(told.blobs[world.rank])
+    else:
+        device = torch.device("cpu") if told.on_cpu else world.device
+        row = torch.empty(told.num_bytes, dtype=torch.uint8, device=device)
+        world.comm.scatter(rows, row, from_process)
+    skeleton = told.skeletons[world.rank]
+    slots: list[_Slot] = []
+    recursively_apply(slots.append, skeleton, test_type=_is_slot)
+    leaves = unpack(row, layout_of(tuple([(slot.dtype, slot.shape) for slot in slots])))
+    supply = iter(
+        [leaf if slot.on_cpu else leaf.to(world.device) for slot, leaf in zip(slots, leaves, strict=True)]
+    )
+    return recursively_apply(lambda _: next(supply), skeleton, test_type=_is_slot)
+
+
+def gather_tensor_shape(tensor: Tensor | None, world: World | None = None) -> tuple[torch.Size, int]:
+    """Shape, and dtype as a number of TENSOR_TYPE_TO_INT, of the tensor that some ranks have and the others (None) do not.
+
+    Raises on every rank: TypeError for anything else, ValueError when no rank has one or its dtype has no number, MismatchError when several
+    differ.
+    """
+    shape, dtype, _ = _shared_tensor(tensor, world or current_world())
+    if dtype not in TENSOR_TYPE_TO_INT:
+        raise ValueError(
+            f"{dtype} has no number in TENSOR_TYPE_TO_INT; copy_tensor_to_devices does not need one"
+        )
+    return shape, TENSOR_TYPE_TO_INT[dtype]
+
+
+def copy_tensor_to_devices(tensor: Tensor | None = None, world: World | None = None) -> Tensor:
+    """On every rank, on its device: the tensor that one rank has while the others pass None; the sum where several have one.
+
+    Raises on every rank: TypeError for anything else, ValueError when no rank has one, MismatchError when several differ.
+    """
+    world = world or current_world()
+    shape, dtype, holders = _shared_tensor(tensor, world)
+    if tensor is None:
+        own = torch.zeros(shape, dtype=dtype, device=world.device)
+    else:
+        own = tensor.detach().to(world.device, copy=True).contiguous()
+    if world.size == 1:
+        return own
+    if len(holders) == 1:
+        return world.comm.broadcast(own, holders[0])
+    return world.comm.all_reduce(own, "sum")
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Where a scattered tensor goes."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    on_cpu: bool
+
+
+LEAF_DATACLASSES.add(_Slot)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Scattered:
+    """What the root tells every rank before, or with, the bytes of the tensors."""
+
+    skeletons: list[Any]  # per rank: the part with slots instead of tensors
+    blobs: list[bytes] | None  # per rank: the tensors' bytes, when they are few
+    num_bytes: int  # of the longest row
+    on_cpu: bool
+
+
+def _parts_to_send(parts: Sequence[Any], world: World) -> tuple[_Scattered, list[Tensor]]:
+    flat = [flatten(part)[0] for part in parts]
+    on_cpu = all(leaf.device.type == "cpu" for leaves in flat for leaf in leaves)
+    device = torch.device("cpu") if on_cpu else world.device
+    rows = [pack(leaves, layout_of(metas_of(leaves)), device) for leaves in flat]
+    num_bytes = max(row.numel() for row in rows)
+    small = on_cpu and sum(row.numel() for row in rows) <= room_bytes(world.size) // 2
+    told = _Scattered(
+        skeletons=[recursively_apply(_slot_for, part) for part in parts],
+        blobs=[to_bytes(row) for row in rows] if small else None,
+        num_bytes=num_bytes,
+        on_cpu=on_cpu,
+    )
+    padded = [torch.cat([row, row.new_zeros(num_bytes - row.numel())]) for row in rows]
+    return told, [] if small else padded
+
+
+def _slot_for(tensor: Tensor) -> _Slot:
+    return _Slot(tensor.shape, tensor.dtype, tensor.device.type == "cpu")
+
+
+def _is_slot(data: Any) -> bool:
+    return isinstance(data, _Slot)
+
+
+def _shared_tensor(tensor: Any, world: World) -> tuple[torch.Size, torch.dtype, list[int]]:
+    """Shape and dtype of the tensor some ranks have, and which ranks."""
+    told: Any = None if tensor is None else f"{type(tensor).__name__}: {tensor!r:.60}"
+    if isinstance(tensor, Tensor):
+        told = (tensor.shape, tensor.dtype)
+    infos = _all_objects(world, "copy_tensor_to_devices", told) if world.size > 1 else [told]
+    holders = [rank for rank, info in enumerate(infos) if info is not None]
+    for rank in holders:
+        if isinstance(infos[rank], str):
+            raise TypeError(f"copy_tensor_to_devices shares a tensor, rank {rank} gives a {infos[rank]}")
+        if infos[rank] != infos[holders[0]]:
+            one, two = (f"{tuple(infos[r][0])} {infos[r][1]}" for r in (holders[0], rank))
+            raise MismatchError(f"tensor: rank {holders[0]} {one}, rank {rank} {two}")
+    if not holders:
+        raise ValueError("copy_tensor_to_devices: no rank has a tensor, all of them passed None")
+    return (*infos[holders[0]], holders)
+
+
+def _all_objects(world: World, name: str, obj: Any) -> list[Any]:
+    if not world.verify:
+        return world.comm.all_gather_object(obj)
+    payload, error = pickled(obj)
+    agreement = agree(world, Call(name=name, error=error), payload)
+    return list(_unpickled(agreement))
+
+
+def _object_from(
+    world: World, name: str, obj: Any, root: int, error: Exception | None, rows: list[Row]
+) -> Any:
+    """Rank `root`'s `obj`; `rows` have to agree."""
+    if not world.verify:
+        if error is not None:
+            raise error
+        return world.comm.broadcast_object(obj, root)
+    payload = None
+    if world.rank == root and error is None:
+        payload, error = pickled(obj)
+    call = Call(
+        name=name,
+        root=root,
+        digest=digest_of(*[(where, compared) for where, compared, _ in rows]),
+        describe=lambda: rows,
+        error=error,
+    )
+    return next(_unpickled(agree(world, call, payload)))
+
+
+def _unpickled(agreement: Agreement) -> Iterator[Any]:
+    rows = agreement.payloads
+    if rows is None:
+        raise AssertionError("a pickle is never empty")
+    for row, length in zip(rows.cpu(), agreement.lengths, strict=True):
+        yield pickle.loads(to_bytes(row[:length].contiguous()))

@@ -1,0 +1,177 @@
+"""Ranks for tests: as threads of one process, or as real gloo processes; and the check of a stub against its package."""
+
+from __future__ import annotations
+
+import ast
+import multiprocessing
+import pickle
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from acc_ops.comm import CommError, Meeting, ThreadComm
+from acc_ops.devices import DeviceLike, canonical_device
+from acc_ops.world import World, use_world
+
+R = TypeVar("R")
+
+
+class RankFailed(RuntimeError):
+    """A rank of `run_threads` or `run_processes` did not end well; the message has its traceback."""
+
+
+def run_threads(
+    size: int,
+    fn: Callable[[], R],
+    *,
+    timeout_s: float = 60.0,
+    grace_s: float = 5.0,
+    verify: bool = True,
+    device: DeviceLike = "cpu",
+) -> list[R]:
+    """What `fn()` returns on each of `size` ranks, which are threads with a World of their own.
+
+    When ranks raise, the exception of the lowest one that was not merely waiting for another is raised again, with its
+    rank in a note. Raises RankFailed when a rank does not end within `timeout_s`.
+
+    >>> run_threads(2, lambda: gather(torch.tensor(current_world().rank)).tolist())
+    [[0, 1], [0, 1]]
+    """
+    meeting = Meeting(size, timeout_s)
+    results: dict[int, R] = {}
+    errors: dict[int, BaseException] = {}
+
+    def run(rank: int) -> None:
+        world = World(
+            rank=rank,
+            size=size,
+            local_rank=rank,
+            local_size=size,
+            device=canonical_device(device),
+            comm=ThreadComm(meeting, rank),
+            verify=verify,
+        )
+        why = "ended"
+        try:
+            with use_world(world):
+                results[rank] = fn()
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
+            errors[rank] = error
+            why = f"raised {type(error).__name__}: {error}"
+        finally:
+            meeting.leave(rank, why)
+
+    threads = [threading.Thread(target=run, args=(r,), name=f"rank {r}", daemon=True) for r in range(size)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + timeout_s + grace_s  # a rank that waits for another says so first
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if errors:
+        _raise_first(errors)
+    for rank, thread in enumerate(threads):
+        if thread.is_alive():
+            frame = sys._current_frames().get(thread.ident or 0)
+            stack = "".join(traceback.format_stack(frame)) if frame is not None else "it is ending"
+            raise RankFailed(f"rank {rank} did not end within {timeout_s:g} s:\n{stack}")
+    return [results[rank] for rank in range(size)]
+
+
+def run_processes(size: int, target: Callable[..., R], *args: Any, timeout_s: float = 120.0) -> list[R]:
+    """What `target(*args)` returns on each of `size` new processes that form a gloo group; picklable, as are the results.
+
+    Raises RankFailed with the traceback of the first rank that raised, or naming those that did not end within `timeout_s`; the
+    processes are ended in any case.
+    """
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = {}, []
+        for rank in range(size):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_run_rank, args=(rank, size, str(Path(folder) / "meeting"), theirs, target, args)
+            )
+            process.start()
+            theirs.close()
+            pipes[ours] = rank
+            processes.append(process)
+        try:
+            return _collect(pipes, timeout_s)
+        finally:
+            for process in processes:
+                process.join(timeout=1.0)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+
+
+def stub_names(package: ModuleType) -> dict[str, str]:
+    """Each name that the `__init__.pyi` beside `package` exports, and the submodule it says it is from.
+
+    >>> stub_names(acc_ops)["gather"]
+    'collectives'
+    """
+    file = getattr(package, "__file__", None)
+    if file is None:
+        raise ValueError(f"{package.__name__} has no file, so no stub beside it")
+    stub = Path(file).with_suffix(".pyi")
+    names = {}
+    for node in ast.walk(ast.parse(stub.read_text(encoding="utf-8"), str(stub))):
+        if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module is not None:
+            for alias in node.names:
+                if alias.asname == alias.name and not alias.name.startswith("__"):
+                    names[alias.name] = node.module
+    return names
+
+
+def _raise_first(errors: dict[int, BaseException]) -> None:
+    own = [rank for rank in sorted(errors) if not isinstance(errors[rank], CommError)]
+    rank = own[0] if own else min(errors)
+    error = errors[rank]
+    notes = [*getattr(error, "__notes__", []), f"on rank {rank}"]
+    setattr(error, "__notes__", notes)  # noqa: B010 - add_note came with Python 3.11
+    raise error
+
+
+def _run_rank(
+    rank: int, size: int, meeting: str, pipe: Connection, target: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+        answer = pickle.dumps((True, target(*args)))  # not by the pipe's own pickling: it would share memory
+        dist.destroy_process_group()
+    except BaseException:  # noqa: BLE001 - its text goes to the caller
+        answer = pickle.dumps((False, traceback.format_exc()))
+    pipe.send_bytes(answer)
+
+
+def _collect(pipes: dict[Connection, int], timeout_s: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    waiting = dict(pipes)
+    deadline = time.monotonic() + timeout_s
+    while waiting:
+        ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            late = ", ".join(str(rank) for rank in sorted(waiting.values()))
+            raise RankFailed(f"rank {late} did not end within {timeout_s:g} s")
+        for pipe in [pipe for pipe in waiting if pipe in ready]:
+            rank = waiting.pop(pipe)
+            try:
+                good, value = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                raise RankFailed(f"rank {rank} ended without a result") from None
+            if not good:
+                raise RankFailed(f"rank {rank} raised\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in sorted(results)]

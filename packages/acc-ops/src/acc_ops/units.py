@@ -1,0 +1,94 @@
+"""Sizes: of an element, written by people, shown to people."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from decimal import Decimal
+
+import torch
+
+from acc_ops.enums import CustomDtype
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(?:([kmgtpe]?)(i?)(b))?\s*", re.IGNORECASE)
+_POWERS = {prefix: power for power, prefix in enumerate(("", "k", "m", "g", "t", "p", "e"))}
+_CUSTOM_BYTES = {CustomDtype.FP8: 1.0, CustomDtype.INT4: 1 / 2, CustomDtype.INT2: 1 / 4}
+_SUB_BYTE = re.compile(r"torch\.u?int([1-7])")
+
+
+def dtype_byte_size(dtype: torch.dtype | CustomDtype | str) -> float:
+    """Bytes per element: a fraction for types smaller than a byte (INT4, INT2, torch.int1 to uint7), and 1/8 for bool.
+
+    Text such as `float16` or `int4` names a type too. ValueError for anything else.
+    """
+    if isinstance(dtype, str):
+        dtype = _dtype_named(dtype)
+    if isinstance(dtype, CustomDtype):
+        return _CUSTOM_BYTES[dtype]
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"a dtype is needed, such as torch.float16, got {dtype!r}")
+    if dtype is torch.bool:
+        return 1 / 8
+    small = _SUB_BYTE.fullmatch(str(dtype))
+    return int(small[1]) / 8 if small else dtype.itemsize
+
+
+def convert_file_size_to_int(size: int | float | str) -> int:
+    """Bytes of a size: a number of bytes, or text with a unit.
+
+    `KiB MiB GiB TiB PiB EiB` are powers of 1024, `KB MB GB TB PB EB` of 1000; a lower-case `b` at the end means bits (1/8), with either; the rest
+    may have any case, blanks and decimals. ValueError for anything else and for negative numbers.
+    """
+    if isinstance(size, str):
+        return _bytes_of_text(size)
+    if isinstance(size, bool):
+        raise ValueError(_complaint(size))
+    if isinstance(size, float):
+        if not math.isfinite(size) or size < 0:
+            raise ValueError(_complaint(size))
+        return int(size)
+    try:
+        number = operator.index(size)
+    except TypeError:
+        raise ValueError(_complaint(size)) from None
+    if number < 0:
+        raise ValueError(_complaint(size))
+    return number
+
+
+def convert_bytes(size: float) -> str:
+    """A number of bytes for people: `84.64 MB`, in steps of 1024."""
+    for unit in ("bytes", "KB", "MB", "GB", "TB"):
+        if abs(size) < 1024:
+            return f"{round(size, 2)} {unit}"
+        size /= 1024
+    return f"{round(size, 2)} PB"
+
+
+def _bytes_of_text(text: str) -> int:
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise ValueError(_complaint(text))
+    number, prefix, binary, unit = match.groups()
+    if prefix is None:
+        return int(Decimal(number))
+    if binary and not prefix:
+        raise ValueError(_complaint(text))
+    factor = (1024 if binary else 1000) ** _POWERS[prefix.lower()]
+    return int(Decimal(number) * factor / (8 if unit == "b" else 1))
+
+
+def _complaint(size: object) -> str:
+    return f"a size is a number of bytes of at least 0 or text such as '5GB' or '1.5 GiB', got {size!r}"
+
+
+def _dtype_named(name: str) -> torch.dtype | CustomDtype:
+    plain = name.strip().removeprefix("torch.")
+    found = getattr(torch, plain, None)
+    if isinstance(found, torch.dtype):
+        return found
+    try:
+        return CustomDtype(plain)
+    except ValueError:
+        raise ValueError(f"no dtype is called {name!r}; examples are float32, bfloat16, int8, int4") from None

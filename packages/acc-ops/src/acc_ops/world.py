@@ -1,0 +1,275 @@
+"""Who am I among the ranks, and how do I speak to them: the one place that keeps state."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from acc_ops.comm import Comm, SoloComm, TorchComm
+from acc_ops.devices import (
+    DeviceLike,
+    canonical_device,
+    default_device,
+    device_count,
+    device_row,
+    present_kind,
+    set_device,
+)
+from acc_ops.ranks import Ranks, read_ranks
+
+DEFAULT_PORT = 29500  # where ranks of one machine meet when the launcher names no port
+
+
+class WorldError(RuntimeError):
+    """This process cannot join the ranks it was started with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """One process among others: its ranks, its device, and the `comm` to speak with the others."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0  # among the processes of this machine
+    local_size: int = 1
+    device: torch.device
+    comm: Comm = field(repr=False)
+    mesh: DeviceMesh | None = None
+    verify: bool = True  # collectives compare what the ranks hand in before they send it
+
+    def __post_init__(self) -> None:
+        Ranks(rank=self.rank, size=self.size, local_rank=self.local_rank, local_size=self.local_size)
+        if (self.comm.rank, self.comm.size) != (self.rank, self.size):
+            raise WorldError(
+                f"a world of rank {self.rank} of {self.size} cannot speak through a comm "
+                f"of rank {self.comm.rank} of {self.comm.size}"
+            )
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    @property
+    def is_local_main(self) -> bool:
+        """Whether this is the first process of its machine."""
+        return self.local_rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this is the highest rank."""
+        return self.rank == self.size - 1
+
+    @property
+    def node_rank(self) -> int:
+        """Which machine this is, when each runs `local_size` processes."""
+        return self.rank // self.local_size
+
+    @property
+    def num_nodes(self) -> int:
+        """How many machines there are, when each runs `local_size` processes."""
+        return -(-self.size // self.local_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Joined:
+    world: World
+    group: Any | None  # the default process group it speaks through
+    owns_group: bool
+
+
+_bound: ContextVar[World | None] = ContextVar("acc_world", default=None)
+_joined: _Joined | None = None
+_derived: tuple[Any, World] | None = None  # the default process group it was derived from, and the world
+_solo: World | None = None
+
+
+def current_world() -> World:
+    """The world of this thread if one is bound, else the joined one, else torch.distributed's, else a world of one rank."""
+    bound = _bound.get()
+    if bound is not None:
+        return bound
+    group = _default_group()
+    joined = _joined
+    if joined is not None and joined.group is group:  # else somebody made or destroyed a process group since
+        return joined.world
+    if group is not None:
+        return _world_of(group)
+    return _solo_world()
+
+
+def join_world(
+    *,
+    cpu: bool = False,
+    device: DeviceLike | None = None,
+    backend: str | None = None,
+    timeout: timedelta | None = None,
+    verify: bool = True,
+    **init_process_group_options: Any,
+) -> World:
+    """Become one of the ranks the launcher started, and keep that world for the whole process.
+
+    Without a launcher it is a world of one rank and no process group is made. A process group that exists is used as it is.
+    `device` defaults to the accelerator with this process's local rank (`cpu=True`: the CPU), `backend` to gloo
+    on the CPU and to gloo for CPU tensors beside the device's own backend elsewhere, `timeout` to torch's. A second call returns the
+    joined world. Raises WorldError when it asks for another device, and when the ranks cannot meet.
+    """
+    global _joined
+    asked = None if device is None else canonical_device(device)
+    if cpu and asked is not None and asked.type != "cpu":
+        raise WorldError(f"cpu=True and device={device!r} contradict each other")
+    asked = torch.device("cpu") if cpu else asked
+    group = _default_group()
+    if _joined is not None and _joined.group is group:
+        return _rejoin(_joined, asked, verify)
+    if group is not None:
+        world, owns_group = _reuse(group, asked, backend, verify), False
+    else:
+        ranks = read_ranks()
+        chosen = asked if asked is not None else default_device(ranks.local_rank)
+        options = {**init_process_group_options, **({} if timeout is None else {"timeout": timeout})}
+        owns_group = _needs_group(ranks)
+        if chosen.type != "cpu":
+            set_device(chosen)
+        if owns_group:
+            _init_group(ranks, backend or _backend_for(chosen), options)
+        world = World(
+            rank=ranks.rank if owns_group else 0,
+            size=ranks.size,
+            local_rank=ranks.local_rank if owns_group else 0,
+            local_size=ranks.local_size,
+            device=chosen,
+            comm=TorchComm() if owns_group else SoloComm(),
+            verify=verify,
+        )
+    _joined = _Joined(world=world, group=_default_group(), owns_group=owns_group)
+    return world
+
+
+def leave_world() -> None:
+    """Forget the joined world; destroys the process group only if `join_world` made it."""
+    global _joined, _derived, _solo
+    joined, _joined, _derived, _solo = _joined, None, None, None
+    if joined is not None and joined.owns_group and joined.group is _default_group():
+        dist.destroy_process_group()
+
+
+@contextmanager
+def use_world(world: World) -> Iterator[World]:
+    """Make `world` the current one inside the block, for this thread (or asyncio task) only."""
+    token = _bound.set(world)
+    try:
+        yield world
+    finally:
+        _bound.reset(token)
+
+
+def _default_group() -> Any | None:
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def _world_of(group: Any) -> World:
+    global _derived
+    if _derived is None or _derived[0] is not group:
+        _derived = (group, _derive())
+    return _derived[1]
+
+
+def _derive() -> World:
+    """The world of a process group that somebody else made."""
+    comm = TorchComm()
+    said = read_ranks()
+    if (said.rank, said.size) != (comm.rank, comm.size):  # not from a launcher: take it for one machine
+        said = Ranks(rank=comm.rank, size=comm.size, local_rank=comm.rank, local_size=comm.size)
+    kind = present_kind()
+    if comm.backend(kind) in (None, "gloo"):  # gloo can move an accelerator's tensors, but nobody trains so
+        device = torch.device("cpu")
+    else:
+        current = canonical_device(kind)
+        device = (
+            current
+            if current.index or said.local_rank >= device_count(kind)
+            else torch.device(kind, said.local_rank)
+        )
+    return World(
+        rank=comm.rank,
+        size=comm.size,
+        local_rank=said.local_rank,
+        local_size=said.local_size,
+        device=device,
+        comm=comm,
+    )
+
+
+def _solo_world() -> World:
+    global _solo
+    if _solo is None:
+        _solo = World(device=default_device(), comm=SoloComm())
+    return _solo
+
+
+def _rejoin(joined: _Joined, asked: torch.device | None, verify: bool) -> World:
+    global _joined
+    world = joined.world
+    if asked is not None and asked != world.device:
+        raise WorldError(
+            f"this process already joined its world on {world.device}, and now {asked} is asked for: "
+            "call leave_world() first, or pass the device to the first join_world()"
+        )
+    if verify != world.verify:
+        world = dataclasses.replace(world, verify=verify)
+        _joined = dataclasses.replace(joined, world=world)
+    return world
+
+
+def _reuse(group: Any, asked: torch.device | None, backend: str | None, verify: bool) -> World:
+    world = _world_of(group)
+    if asked is not None:
+        set_device(asked)
+    have = dist.get_backend()
+    if backend is not None and backend != have:
+        raise WorldError(
+            f"backend={backend!r} is asked for, but this process already has a process group of {have!r}; "
+            "leave `backend` out to use it"
+        )
+    return dataclasses.replace(world, device=world.device if asked is None else asked, verify=verify)
+
+
+def _needs_group(ranks: Ranks) -> bool:
+    """One rank needs no group, but torchrun promises one to the script it starts."""
+    return ranks.size > 1 or (ranks.launcher == "torchrun" and ranks.main_address is not None)
+
+
+def _backend_for(device: torch.device) -> str:
+    own = device_row(device).backend
+    return own if own == "gloo" else f"cpu:gloo,{device.type}:{own}"
+
+
+def _init_group(ranks: Ranks, backend: str, options: dict[str, Any]) -> None:
+    if not dist.is_available():
+        raise WorldError(f"{ranks.size} ranks cannot meet: this torch was built without torch.distributed")
+    options = {"backend": backend, "rank": ranks.rank, "world_size": ranks.size, **options}
+    if "store" not in options and "init_method" not in options:
+        options["init_method"] = _meeting_point(ranks)
+    dist.init_process_group(**options)
+
+
+def _meeting_point(ranks: Ranks) -> str:
+    if ranks.launcher == "torchrun" and ranks.main_address is not None and ranks.main_port is not None:
+        return "env://"  # torchrun's agent may already hold the store there, which torch knows
+    if ranks.main_address is None and ranks.local_size < ranks.size:
+        raise WorldError(
+            f"{ranks.size} ranks on several machines cannot find each other: "
+            "set MASTER_ADDR to the host name of rank 0"
+        )
+    port = DEFAULT_PORT if ranks.main_port is None else ranks.main_port
+    return f"tcp://{ranks.main_address or '127.0.0.1'}:{port}"

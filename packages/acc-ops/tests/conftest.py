@@ -1,0 +1,37 @@
+"""Worlds for tests: a process group of one rank, and a process that forgets its world afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from acc_ops.world import leave_world
+
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def _no_world_left_behind() -> Iterator[None]:
+    yield
+    leave_world()
+
+
+@pytest.fixture
+def gloo_group(tmp_path: Path) -> Iterator[None]:
+    """A process group that a user's script made, with this process as its only rank."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of a script that was started by hand."""
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)

@@ -1,0 +1,215 @@
+"""Random numbers are seeded, shared between ranks, and continue where they were."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from acc_ops import devices
+from acc_ops import random as acc_random
+from acc_ops.collectives import gather
+from acc_ops.enums import RNGType
+from acc_ops.random import (
+    GeneratorMissing,
+    capture_rng,
+    restore_rng,
+    set_seed,
+    synchronize_rng_state,
+    synchronize_rng_states,
+)
+from acc_ops.testing import run_threads
+from acc_ops.world import current_world
+
+
+@pytest.fixture(autouse=True)
+def _flags_and_state_as_before() -> Iterator[None]:
+    benchmark, deterministic = torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled()
+    state = torch.get_rng_state()
+    yield
+    torch.set_rng_state(state)
+    torch.backends.cudnn.benchmark = benchmark
+    torch.use_deterministic_algorithms(deterministic)
+
+
+def draw() -> tuple[Any, ...]:
+    drawn = [random.random(), torch.rand(1).item()]
+    try:
+        import numpy as np
+    except ImportError:
+        return tuple(drawn)
+    return (*drawn, np.random.rand(), np.random.randn())  # the second leaves a number in reserve
+
+
+def test_a_seed_gives_the_same_numbers_again() -> None:
+    set_seed(3)
+    first = draw()
+    set_seed(4)
+    assert draw() != first
+    set_seed(3)
+    assert draw() == first
+
+
+def test_large_seeds_suit_every_generator() -> None:
+    set_seed(2**62)
+    first = draw()
+    set_seed(2**62)
+    assert draw() == first
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63, 1.5, True, None])
+def test_a_seed_that_is_none_is_named(seed: Any) -> None:
+    with pytest.raises(ValueError, match=f"got {seed}"):
+        set_seed(seed)
+
+
+def test_ranks_draw_alike_unless_the_seed_is_device_specific(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+    monkeypatch.setattr(torch, "manual_seed", seeds.append)  # threads share one generator
+    run_threads(3, lambda: set_seed(5))
+    assert seeds == [5, 5, 5]
+    seeds.clear()
+    run_threads(3, lambda: set_seed(5, device_specific=True))
+    assert sorted(seeds) == [5, 6, 7]
+
+
+def test_determinism_flags_change_only_when_asked_for() -> None:
+    torch.backends.cudnn.benchmark = True
+    set_seed(1)
+    assert torch.backends.cudnn.benchmark
+    assert not torch.are_deterministic_algorithms_enabled()
+    set_seed(1, deterministic=True)
+    assert not torch.backends.cudnn.benchmark
+    assert torch.are_deterministic_algorithms_enabled()
+    set_seed(1)  # and are not taken back behind the user's back
+    assert torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_captured_state_survives_pickling_and_continues() -> None:
+    set_seed(7)
+    draw()
+    state = pickle.loads(pickle.dumps(capture_rng()))
+    expected = draw()
+    draw()
+    assert restore_rng(state) == []
+    assert draw() == expected
+
+
+def test_a_captured_state_is_plain_enough_for_a_safe_load(tmp_path: Any) -> None:
+    torch.save(capture_rng(), tmp_path / "rng.pt")
+    state = torch.load(tmp_path / "rng.pt", weights_only=True)
+    expected = draw()
+    assert restore_rng(state) == []
+    assert draw() == expected
+
+
+def test_what_is_missing_on_either_side_is_named() -> None:
+    state = capture_rng()
+    state.pop("python")
+    state["abacus"] = [1]
+    with pytest.warns(UserWarning, match="abacus, python"):
+        assert restore_rng(state) == ["abacus", "python"]
+
+
+def test_numpy_is_left_out_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acc_random, "is_available", lambda name: False)
+    state = capture_rng()
+    assert "numpy" not in state
+    set_seed(1)
+    with pytest.warns(UserWarning, match="numpy"):
+        assert restore_rng({**state, "numpy": {}}) == ["numpy"]
+
+
+class FakeGenerators(types.ModuleType):
+    """An accelerator of two devices with a counter each as its random state."""
+
+    def __init__(self) -> None:
+        super().__init__("torch.privateuseone")
+        self.states = [torch.tensor([1], dtype=torch.uint8), torch.tensor([2], dtype=torch.uint8)]
+
+    def device_count(self) -> int:
+        return 2
+
+    def get_rng_state_all(self) -> list[torch.Tensor]:
+        return [state.clone() for state in self.states]
+
+    def get_rng_state(self) -> torch.Tensor:
+        return self.states[0].clone()
+
+    def set_rng_state(self, state: torch.Tensor, index: int = 0) -> None:
+        self.states[index] = state
+
+    def manual_seed_all(self, seed: int) -> None:
+        self.states = [torch.tensor([seed], dtype=torch.uint8)] * 2
+
+
+@pytest.fixture
+def fake_accelerator(monkeypatch: pytest.MonkeyPatch) -> FakeGenerators:
+    module = FakeGenerators()
+    row = devices.DeviceRow(
+        kind="privateuseone", module="privateuseone", backend="x", distributed_type="MULTI_X", rng="x"
+    )
+    monkeypatch.setattr(torch, "privateuseone", module, raising=False)
+    monkeypatch.setattr(devices, "DEVICE_TABLE", (row, *devices.DEVICE_TABLE))
+    return module
+
+
+def test_every_device_of_an_accelerator_is_seeded_kept_and_restored(
+    fake_accelerator: FakeGenerators, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: None)
+    set_seed(9)
+    assert [int(s) for s in fake_accelerator.states] == [9, 9]
+    fake_accelerator.states = [torch.tensor([1], dtype=torch.uint8), torch.tensor([2], dtype=torch.uint8)]
+    state = capture_rng()
+    fake_accelerator.manual_seed_all(0)
+    assert restore_rng(state) == []
+    assert [int(s) for s in fake_accelerator.states] == [1, 2]
+    state["privateuseone"] = state["privateuseone"][:1]
+    with pytest.warns(UserWarning, match="privateuseone:1"):
+        assert restore_rng(state) == ["privateuseone:1"]
+    del state["privateuseone"]
+    with pytest.warns(UserWarning, match="privateuseone"):
+        assert restore_rng(state) == ["privateuseone"]
+
+
+def test_ranks_take_over_rank_zeros_generator() -> None:
+    def call() -> list[int]:
+        generator = torch.Generator().manual_seed(10 + current_world().rank)
+        synchronize_rng_states(["generator"], generator)
+        return gather(torch.randint(1000, (1,), generator=generator)).tolist()
+
+    for drawn in run_threads(3, call):
+        assert len(set(drawn)) == 1
+
+
+def test_torchs_own_generator_can_be_shared() -> None:
+    torch.manual_seed(1)
+    expected = torch.rand(1)
+    torch.manual_seed(1)
+    synchronize_rng_state(RNGType.TORCH)
+    assert torch.equal(torch.rand(1), expected)
+
+
+@pytest.mark.parametrize("kind", ["generator", "npu"])
+def test_a_generator_that_is_not_there_is_named(kind: str) -> None:
+    with pytest.raises(GeneratorMissing, match=f"'{kind}'"):
+        synchronize_rng_state(RNGType(kind))
+    assert issubclass(GeneratorMissing, AssertionError)
+
+
+def test_an_unknown_name_is_refused_before_anything_is_sent() -> None:
+    with pytest.raises(ValueError, match="dice"):
+        synchronize_rng_states(["torch", "dice"])
+    with pytest.raises(ValueError, match="got None"):
+        synchronize_rng_state()
+
+
+def test_the_module_hides_nothing_of_pythons_random() -> None:
+    assert sys.modules["random"] is random
