@@ -1,0 +1,1 @@
+"""The option classes: each option is declared once, and flag, file key, environment variable, help and docs derive from it."""

@@ -1,0 +1,138 @@
+"""The fp16 gradient scaler: it says whether a step ran, and keeps one scale for all optimizers of an iteration.
+
+[Note: when the scale may change] A scale may only change when no gradient made with the old one is left to be unscaled. torch leaves that to the
+loop ("update once, after all optimizers"). Here `update` after a step only notes that it is due, and the next `scale` (the next
+backward) does it; so two optimizers that step one after the other see the same scale, and whoever reads the scale or saves it sees the new one.
+A loop may also drop a window: unscale, look at the norm, zero the gradients and go on. Then the next backward closes the window, so
+that an overflow found in it still lowers the scale.
+"""
+
+from __future__ import annotations
+
+import importlib
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from acc_ops.optional import is_torch_version
+from acc_ops.world import current_world
+from acc_plugins.outcome import StepOutcome
+
+
+class StepScaler(GradScaler):
+    """A `torch.amp.GradScaler` with `unscale_once` and `step_and_tell`, whose update waits for the next backward."""
+
+    def __init__(self, device: str = "cuda", **options: Any) -> None:
+        super().__init__(device, **options)
+        self._due = False
+        self._unscaled: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # in this window; stepped ones too
+        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._stale: weakref.WeakSet[Optimizer] = (
+            weakref.WeakSet()
+        )  # unscaled, and a backward came before the step
+
+    def unscale_once(self, optimizer: Optimizer) -> None:
+        """Unscale the gradients of `optimizer` unless that was done since the last backward; without gradients do nothing.
+
+        Raises RuntimeError when a backward came between an earlier unscaling and the step: part of the gradient would be scaled.
+        """
+        if optimizer in self._stale:
+            raise RuntimeError(
+                "gradients that were unscaled (by clipping, say) got another backward before the optimizer stepped, so they would mix two "
+                "scales: call optimizer.step() or optimizer.zero_grad(set_to_none=True) before the next backward"
+            )
+        if optimizer not in self._unscaled and self.is_enabled() and _has_gradients(optimizer):
+            self._unscaled.add(optimizer)
+            self.unscale_(optimizer)
+
+    def step_and_tell(self, optimizer: Optimizer) -> StepOutcome:
+        """Step `optimizer` unless its gradients overflowed, and say which of the two it was."""
+        if not self.is_enabled() or not _has_gradients(optimizer):
+            return StepOutcome(True, optimizer.step())
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            # a fused kernel skips by itself, on the device: the flag must be fetched
+            result = self.step(optimizer)
+            ran = not any(flag.item() for flag in self._found_inf_per_device(optimizer).values())
+        else:
+            # torch fetches the flag to decide; whether step was entered tells us without fetching it again
+            entered: list[bool] = []
+            handle = optimizer.register_step_post_hook(lambda *_: entered.append(True))
+            try:
+                result = self.step(optimizer)
+            finally:
+                handle.remove()
+            ran = bool(entered)
+        self._unscaled.add(optimizer)
+        self._stepped.add(optimizer)
+        self._stale.discard(optimizer)
+        self._due = True
+        return StepOutcome(ran, result)
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Note that the scale is to be updated before the next backward; a `new_scale` is set at once."""
+        if new_scale is None:
+            self._due = True
+        else:
+            self._close_window(new_scale)
+
+    def scale(self, outputs: Any) -> Any:
+        """`outputs` times the scale, which is brought up to date first."""
+        if self._unscaled or self._due:
+            self._catch_up()
+        return super().scale(outputs)
+
+    def get_scale(self) -> float:
+        """The scale of the next backward."""
+        self._catch_up()
+        return super().get_scale()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `GradScaler.state_dict`, up to date."""
+        self._catch_up()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """As `GradScaler.load_state_dict`; what was due before is forgotten."""
+        self._due = False
+        super().load_state_dict(dict(state_dict))
+
+    def _catch_up(self) -> None:
+        """Update the scale if nothing made with the present one is still needed."""
+        waiting = [o for o in self._unscaled if o not in self._stepped and _has_gradients(o)]
+        if waiting:
+            self._stale.update(waiting)
+        elif self._due or self._unscaled:
+            self._close_window()
+
+    def _close_window(self, new_scale: float | Tensor | None = None) -> None:
+        self._due = False
+        for seen in (self._unscaled, self._stepped, self._stale):
+            seen.clear()
+        super().update(new_scale)
+
+
+def get_grad_scaler(distributed_type: str | None = None, **options: Any) -> Any:
+    """The gradient scaler torch has for this set-up and the current world's device; options go to its constructor.
+
+    "FSDP" gives torch's sharded scaler. Raises ValueError for mps before torch 2.8, which has none there.
+    """
+    kind = current_world().device.type
+    if kind == "mps" and not is_torch_version(">=", "2.8"):
+        raise ValueError(
+            f"torch {torch.__version__} has no gradient scaler for mps: use torch 2.8 or newer, or mixed_precision='bf16'"
+        )
+    if distributed_type == "FSDP":
+        sharded = importlib.import_module(
+            "torch.distributed.fsdp.sharded_grad_scaler"
+        )  # half a second: only when asked for
+        return sharded.ShardedGradScaler(device=kind, **options)
+    return GradScaler(kind, **options)
+
+
+def _has_gradients(optimizer: Optimizer) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])

@@ -1,0 +1,1 @@
+"""How a training step is spread over devices: one strategy per file, over the concrete single-device base."""

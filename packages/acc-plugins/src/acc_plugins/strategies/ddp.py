@@ -1,0 +1,104 @@
+"""torch's DistributedDataParallel: one model per process, gradients averaged while backward runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from acc_ops.comm import TorchComm
+from acc_ops.world import World
+from acc_plugins.options.kwargs import DistributedDataParallelKwargs
+from acc_plugins.precisions.precision import Precision
+from acc_plugins.strategies.placing import is_dispatched
+from acc_plugins.strategies.strategy import Bundle, Strategy
+
+
+class DDPStrategy(Strategy):
+    """DistributedDataParallel over the world's process group. Evaluation bundles and models that train nothing are not wrapped."""
+
+    name: ClassVar[str] = "ddp"
+    synchronises: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        world: World,
+        precision: Precision,
+        *,
+        options: DistributedDataParallelKwargs | None = None,
+        save_on_each_node: bool = False,
+    ) -> None:
+        """Raises ValueError for a world that does not speak through torch.distributed."""
+        super().__init__(world, precision, save_on_each_node=save_on_each_node)
+        if not isinstance(world.comm, TorchComm):
+            raise ValueError(
+                f"DistributedDataParallel needs a torch.distributed process group, but this world speaks through "
+                f"{type(world.comm).__name__}: use ReplicatedStrategy there"
+            )
+        self.options = options or DistributedDataParallelKwargs()
+        self._group = world.comm.group
+        self._unprepared: list[
+            DistributedDataParallel
+        ] = []  # forward ran under without_sync, backward shall synchronise
+
+    def _prepare_model(self, model: nn.Module, bundle: Bundle) -> nn.Module:
+        if isinstance(model, DistributedDataParallel):
+            super()._prepare_model(model.module, bundle)
+            return model
+        model = super()._prepare_model(model, bundle)
+        if bundle.evaluation or not any(p.requires_grad for p in model.parameters()):
+            return model
+        sharded = [name for name, p in model.named_parameters() if hasattr(p, "device_mesh")]
+        if sharded:
+            raise ValueError(
+                f"{sharded[0]} of {type(model).__name__} is sharded (a DTensor), and DistributedDataParallel needs whole weights on every "
+                "process: do not shard the model, or use a strategy for sharded models"
+            )
+        wrapped = DistributedDataParallel(
+            model,
+            device_ids=self._device_ids(model),
+            process_group=self._group,
+            **self.options.to_kwargs(),
+        )
+        self.options.register_comm_hook(wrapped)
+        return wrapped
+
+    def _device_ids(self, model: nn.Module) -> list[Any] | None:
+        """The device to move inputs to; None on the CPU, and for a model that is spread over several devices."""
+        kinds = {p.device for p in model.parameters()}
+        if self.world.device.type == "cpu" or len(kinds) > 1 or is_dispatched(model):
+            return None
+        return [next(iter(kinds))]
+
+    def without_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """`DistributedDataParallel.no_sync`: enter it around the forward too, which is where torch looks."""
+        if isinstance(model, DistributedDataParallel):
+            return model.no_sync()
+        return super().without_sync(model)
+
+    def sync_next_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Around a `backward` of this strategy whose forward ran under `without_sync`."""
+        if isinstance(model, DistributedDataParallel):
+            return self._synchronising(model)
+        return super().sync_next_backward(model)
+
+    @contextmanager
+    def _synchronising(self, model: DistributedDataParallel) -> Iterator[None]:
+        before = model.require_backward_grad_sync, model.require_forward_param_sync
+        model.require_backward_grad_sync = model.require_forward_param_sync = True
+        self._unprepared.append(model)
+        try:
+            yield
+        finally:
+            self._unprepared.remove(model)
+            model.require_backward_grad_sync, model.require_forward_param_sync = before
+
+    def backward(self, loss: Tensor, *, divisor: float = 1, **kwargs: Any) -> None:
+        """Differentiate; gradients are averaged on the way unless their forward ran under `without_sync`."""
+        for model in self._unprepared:
+            # what DDP's forward does when it is not under no_sync; from the loss it finds the parameters that are not used
+            model.reducer.prepare_for_backward([loss] if model.find_unused_parameters else [])
+        super().backward(loss, divisor=divisor, **kwargs)

@@ -1,0 +1,102 @@
+"""Which strategy and which precision a run gets: the questions are answered here, once."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from acc_ops.comm import TorchComm
+from acc_ops.enums import PrecisionType
+from acc_ops.world import World
+from acc_plugins.options.kwargs import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs
+from acc_plugins.precisions.amp import BFloat16Autocast, Float16Autocast
+from acc_plugins.precisions.precision import Precision
+from acc_plugins.strategies.ddp import DDPStrategy
+from acc_plugins.strategies.replicated import ReplicatedStrategy
+from acc_plugins.strategies.strategy import Strategy
+from acc_plugins.support import UnsupportedError, check_support
+
+logger = logging.getLogger(__name__)
+
+
+def choose_strategy(
+    world: World,
+    precision: Precision,
+    *,
+    ddp_options: DistributedDataParallelKwargs | None = None,
+    save_on_each_node: bool = False,
+) -> Strategy:
+    """The strategy for `world`: one rank -> a single device; torch.distributed -> DDP; any other Comm -> gradients averaged through it.
+
+    Raises UnsupportedError for a combination that cannot work, and ValueError for options the chosen strategy cannot honour.
+    """
+    if world.size == 1:
+        check_support(Strategy.name, precision.name, world.device.type)
+        if ddp_options is not None:
+            logger.info("DistributedDataParallelKwargs have no effect: there is one process")
+        return Strategy(world, precision, save_on_each_node=save_on_each_node)
+    if isinstance(world.comm, TorchComm):
+        check_support(DDPStrategy.name, precision.name, world.device.type)
+        return DDPStrategy(world, precision, options=ddp_options, save_on_each_node=save_on_each_node)
+    check_support(ReplicatedStrategy.name, precision.name, world.device.type)
+    options = ddp_options or DistributedDataParallelKwargs()
+    if options.has_comm_hook:
+        raise ValueError(
+            f"comm_hook={options.comm_hook} compresses gradients inside DistributedDataParallel, but this world speaks through "
+            f"{type(world.comm).__name__}: leave it out, or start processes with torch.distributed"
+        )
+    return ReplicatedStrategy(
+        world, precision, broadcast_buffers=options.broadcast_buffers, save_on_each_node=save_on_each_node
+    )
+
+
+def choose_precision(
+    name: str | None,
+    device: torch.device | str,
+    *,
+    scaler_options: GradScalerKwargs | None = None,
+    autocast_options: AutocastKwargs | None = None,
+) -> Precision:
+    """The precision called `name` ("no", "bf16", "fp16"; None is "no") on `device`.
+
+    Raises ValueError for an unknown name, and UnsupportedError where the device cannot do it or where it is not built yet (fp8).
+    """
+    device = torch.device(device)
+    kind = _precision_type(name)
+    if scaler_options is not None and kind is not PrecisionType.FP16:
+        logger.warning(
+            "GradScalerKwargs have no effect: only mixed_precision='fp16' scales the loss, this is %r",
+            kind.value,
+        )
+    if kind is PrecisionType.NO:
+        if autocast_options is not None:
+            logger.warning("AutocastKwargs have no effect: mixed_precision is 'no'")
+        return Precision()
+    autocast = {} if autocast_options is None else autocast_options.to_kwargs()
+    if kind is PrecisionType.FP16:
+        check_support(Strategy.name, kind.value, device.type)
+        scaling = {} if scaler_options is None else scaler_options.to_kwargs()
+        return Float16Autocast(device, scaler_options=scaling, **autocast)
+    if kind is PrecisionType.BF16:
+        check_support(Strategy.name, kind.value, device.type)
+        _check_bf16_hardware(device)
+        return BFloat16Autocast(device, **autocast)
+    raise UnsupportedError(f"mixed_precision={kind.value!r} is not built yet: use 'bf16', 'fp16' or 'no'")
+
+
+def _precision_type(name: str | None) -> PrecisionType:
+    try:
+        return PrecisionType.NO if name is None else PrecisionType(str(name).lower())
+    except ValueError:
+        raise ValueError(
+            f"unknown mixed_precision {name!r}: choose one of {', '.join(PrecisionType.list())}"
+        ) from None
+
+
+def _check_bf16_hardware(device: torch.device) -> None:
+    supported = getattr(torch.get_device_module(device.type), "is_bf16_supported", None)
+    if supported is not None and not supported():
+        raise UnsupportedError(
+            f"this {device.type} device has no bfloat16: use mixed_precision='fp16' or 'no'"
+        )

@@ -1,0 +1,132 @@
+"""One model per rank, gradients averaged through the world's own Comm: for ranks that are threads, and the reference for DDP.
+
+[Note: what it does and when] At `prepare` every rank takes rank 0's weights and buffers. At the end of each `backward` that synchronises, the
+gradients of all prepared models are averaged (one collective per dtype), then rank 0's buffers go out. Averaging a gradient that is the same
+everywhere changes nothing, so gradients that another backward averaged before come out right, also while they accumulate. A gradient
+that only some ranks have counts as zero on the others; one that no rank has stays None. Nothing overlaps with backward: DDP is faster.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from acc_ops.world import World
+from acc_plugins.precisions.precision import Precision
+from acc_plugins.strategies.clip import unique_parameters
+from acc_plugins.strategies.strategy import Bundle, Strategy
+
+
+class ReplicatedStrategy(Strategy):
+    """Data parallel over any Comm. Synchronises in `backward` of the strategy, not in a `loss.backward()` of the user's own."""
+
+    name: ClassVar[str] = "replicated"
+    synchronises: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        world: World,
+        precision: Precision,
+        *,
+        broadcast_buffers: bool = True,
+        save_on_each_node: bool = False,
+    ) -> None:
+        super().__init__(world, precision, save_on_each_node=save_on_each_node)
+        self.broadcast_buffers = broadcast_buffers
+        self._training: list[weakref.ref[nn.Module]] = []  # in the order of prepare, the same on every rank
+        self._held: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+
+    def _prepare_model(self, model: nn.Module, bundle: Bundle) -> nn.Module:
+        model = super()._prepare_model(model, bundle)
+        if bundle.evaluation or not any(p.requires_grad for p in model.parameters()):
+            return model
+        self._check_same_layout(model)
+        buffers = model.buffers() if self.broadcast_buffers else ()
+        self._from_rank_0([*model.parameters(), *buffers])
+        if all(known() is not model for known in self._training):
+            self._training.append(weakref.ref(model))
+        return model
+
+    def without_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        return self._hold(model, self._held.get(model, 0) + 1)
+
+    def sync_next_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
+        return self._hold(model, 0)
+
+    @contextmanager
+    def _hold(self, model: nn.Module, depth: int) -> Iterator[None]:
+        before = self._held.get(model, 0)
+        self._held[model] = depth
+        try:
+            yield
+        finally:
+            self._held[model] = before
+
+    def backward(self, loss: Tensor, *, divisor: float = 1, **kwargs: Any) -> None:
+        """Differentiate, then average the gradients of every training model that is not under `without_sync`."""
+        super().backward(loss, divisor=divisor, **kwargs)
+        known = [model for ref in self._training if (model := ref()) is not None]
+        models = [model for model in known if not self._held.get(model, 0)]
+        if models:
+            self._average_gradients(p for model in models for p in model.parameters() if p.requires_grad)
+            if self.broadcast_buffers:
+                self._from_rank_0([b for model in models if model.training for b in model.buffers()])
+
+    def _average_gradients(self, parameters: Iterable[Tensor]) -> None:
+        trained = unique_parameters(parameters)
+        for p in trained:
+            if p.grad is not None and p.grad.layout is not torch.strided:
+                raise ValueError(
+                    f"a gradient of shape {tuple(p.shape)} is sparse ({p.grad.layout}), which this strategy cannot average: build the layer "
+                    "with sparse=False, or train with DistributedDataParallel (processes instead of threads)"
+                )
+        has_gradient = torch.tensor([p.grad is not None for p in trained], dtype=torch.int32)
+        on_ranks = self.world.comm.all_reduce(has_gradient.to(self.world.comm.control_device)).tolist()
+        used = [p for p, count in zip(trained, on_ranks, strict=True) if count]
+        for p in used:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        size = self.world.size
+        _coalesced(
+            [p.grad for p in used if p.grad is not None],
+            lambda flat: self.world.comm.all_reduce(flat).div_(size),
+        )
+
+    def _from_rank_0(self, tensors: list[Tensor]) -> None:
+        _coalesced(tensors, lambda flat: self.world.comm.broadcast(flat, 0))
+
+    def _check_same_layout(self, model: nn.Module) -> None:
+        """Raise the same ValueError on every rank when the ranks built different models."""
+        mine = [(name, tuple(t.shape), str(t.dtype)) for name, t in model.state_dict(keep_vars=True).items()]
+        everyone = self.world.comm.all_gather_object(mine)
+        for rank, theirs in enumerate(everyone):
+            if theirs != everyone[0]:
+                here, there = next(
+                    ((a, b) for a, b in zip(everyone[0], theirs, strict=False) if a != b),
+                    (f"{len(everyone[0])} weights", f"{len(theirs)} weights"),
+                )
+                raise ValueError(
+                    f"the ranks built different models: rank 0 has {here}, rank {rank} has {there}. Build the same model on every rank"
+                )
+
+    def close(self) -> None:
+        super().close()
+        self._training.clear()
+        self._held.clear()
+
+
+def _coalesced(tensors: list[Tensor], exchange: Callable[[Tensor], Tensor]) -> None:
+    """Run `exchange` once per dtype and device over all `tensors` laid end to end, and write the result back into them."""
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    with torch.no_grad():
+        for group in groups.values():
+            flat = exchange(torch.cat([tensor.detach().reshape(-1) for tensor in group]))
+            for tensor, piece in zip(group, flat.split([t.numel() for t in group]), strict=True):
+                tensor.copy_(piece.view(tensor.shape))

@@ -1,0 +1,221 @@
+"""A strategy decides how a training step is spread over devices; this base is the single device.
+
+[Note: who calls what] The trainer asks no "which strategy is this?": it makes the calls below, in this order, and each strategy overrides what
+differs. `prepare` sees models, optimizers and schedulers together because sharding and engines must replace them together. Saving and loading
+are called on every rank, also where only one rank writes, because sharded strategies must gather.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from acc_bigmodel.save import load_weights, save_weights
+from acc_ops.unwrap import extract_model_from_parallel
+from acc_ops.world import World
+from acc_plugins.outcome import StepOutcome
+from acc_plugins.precisions.precision import Precision
+from acc_plugins.strategies.clip import clip_norm, unique_parameters
+from acc_plugins.strategies.placing import follow, place
+
+__all__ = ["Bundle", "StepOutcome", "Strategy"]
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()  # stateless, so one serves everybody
+_SEEDED = (torch.float32, torch.float64)
+
+
+@dataclass(kw_only=True)
+class Bundle:
+    """What one `prepare` hands over, and gets back in the same order."""
+
+    models: list[nn.Module] = field(default_factory=list)
+    optimizers: list[Optimizer] = field(default_factory=list)
+    schedulers: list[Any] = field(default_factory=list)
+    place: bool = True  # move models to the device
+    evaluation: bool = False  # no gradients will be asked for
+
+
+class Strategy:
+    """One device. Strategies over several override what differs; the comments number the calls in order."""
+
+    name: ClassVar[str] = "single"
+    synchronises: ClassVar[bool] = False  # whether without_sync and sync_next_backward do anything
+
+    def __init__(self, world: World, precision: Precision, *, save_on_each_node: bool = False) -> None:
+        """`save_on_each_node`: the first rank of every node writes, not only rank 0 (for disks that are not shared)."""
+        self.world = world
+        self.precision = precision
+        self.save_on_each_node = save_on_each_node
+        self._seeds: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
+
+    # 1
+    def prepare(self, bundle: Bundle) -> Bundle:
+        """Models placed, in the strategy's precision and wrapped for training; optimizers keep their parameters; order kept.
+
+        Raises ValueError for a model that cannot be placed.
+        """
+        before = [p for model in bundle.models for p in model.parameters()]
+        models = [self._prepare_model(model, bundle) for model in bundle.models]
+        follow(bundle.optimizers, before, [p for model in models for p in model.parameters()])
+        return replace(
+            bundle, models=models, optimizers=list(bundle.optimizers), schedulers=list(bundle.schedulers)
+        )
+
+    def _prepare_model(self, model: nn.Module, bundle: Bundle) -> nn.Module:
+        if bundle.place:
+            model = place(model, self.world.device)
+        return self.precision.wrap(model)
+
+    # 2
+    def without_sync(self, model: nn.Module) -> AbstractContextManager[Any]:  # noqa: ARG002  same signature everywhere
+        """Around forward AND backward of a micro-batch that only accumulates: gradients stay on this rank."""
+        return _NOTHING
+
+    def sync_next_backward(self, model: nn.Module) -> AbstractContextManager[Any]:  # noqa: ARG002
+        """Around a backward whose forward ran under `without_sync`: gradients are exchanged after all."""
+        return _NOTHING
+
+    # 3
+    def backward(self, loss: Tensor, *, divisor: float = 1, **kwargs: Any) -> None:
+        """Differentiate `loss / divisor`; `kwargs` go to `Tensor.backward`. Raises TypeError when `loss` is no tensor."""
+        if not isinstance(loss, Tensor):
+            raise TypeError(
+                f"backward needs the loss as a tensor, got {type(loss).__name__}: {loss!r}. Pick it out of the model's output first "
+                "(outputs.loss, outputs['loss'])"
+            )
+        if divisor == 1:
+            self.precision.scale(loss).backward(**kwargs)
+        elif not kwargs and type(loss) is Tensor and loss.dim() == 0 and loss.dtype in _SEEDED:
+            # the same gradients without a division node (8 us a step): d(loss / n) = 1/n * d(loss)
+            self.precision.scale(loss).backward(gradient=self._seed(loss, divisor))
+        else:
+            self.precision.scale(loss / divisor).backward(**kwargs)
+
+    def _seed(self, loss: Tensor, divisor: float) -> Tensor:
+        key = (divisor, loss.dtype, loss.device)
+        seed = self._seeds.get(key)
+        if seed is None:
+            seed = self._seeds[key] = torch.tensor(1 / divisor, dtype=loss.dtype, device=loss.device)
+        return seed
+
+    # 4
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Give gradients their true size before somebody looks at them; any number of times per step."""
+        self.precision.unscale(optimizer)
+
+    def clip_norm(
+        self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> Tensor:
+        """Clip gradients (unscaled before by `unscale`) to a common norm of `max_norm`; the true global norm before clipping."""
+        return clip_norm(parameters, max_norm, norm_type)
+
+    def clip_value(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
+        """Clip every gradient element (unscaled before by `unscale`) to [-clip_value, clip_value]."""
+        torch.nn.utils.clip_grad_value_(unique_parameters(parameters), clip_value)
+
+    # 5
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepOutcome:
+        """Step the optimizer; the outcome says whether it really did."""
+        return self.precision.step(optimizer, closure)
+
+    # 6
+    def state(self, model: nn.Module) -> dict[str, Tensor]:
+        """All weights by the names the user's own module gives them; at least on rank 0."""
+        return dict(self.unwrap(model).state_dict())
+
+    def save_model(
+        self,
+        model: nn.Module,
+        state: Mapping[str, Tensor] | None,
+        folder: str | Path,
+        name: str,
+        safe: bool = True,
+    ) -> list[str]:
+        """Write `state` (the model's own when None) as `<name>.safetensors`, or as torch file `pytorch_<name>.bin`; the file names written.
+
+        Call it on every rank; only a rank that writes returns names.
+        """
+        if not self.writes:
+            return []
+        return save_weights(self.state(model) if state is None else state, folder, name, safe=safe)
+
+    def load_model(
+        self,
+        model: nn.Module,
+        folder: str | Path,
+        name: str,
+        map_location: Any = "cpu",  # noqa: ARG002  for strategies that build new tensors
+        strict: bool = True,
+    ) -> Any:
+        """Load what `save_model` wrote under `name`, in either format; what `load_state_dict` returned.
+
+        The values go from the mapped file straight into the model's own tensors, wherever those are, so `map_location` changes nothing here.
+        Raises FileNotFoundError when there is no such file, and RuntimeError, naming them, for missing or unexpected weights when `strict`.
+        """
+        weights = load_weights(folder, name)
+        own = self.unwrap(model)
+        _add_tied(weights, own)
+        return own.load_state_dict(weights, strict=strict)
+
+    def save_optimizer(self, optimizer: Optimizer, folder: str | Path, name: str) -> list[str]:
+        """Write the optimizer's state as `<name>.bin`; the file names written. Call it on every rank."""
+        if not self.writes:
+            return []
+        torch.save(optimizer.state_dict(), Path(folder, f"{name}.bin"))
+        return [f"{name}.bin"]
+
+    def load_optimizer(
+        self, optimizer: Optimizer, folder: str | Path, name: str, map_location: Any = "cpu"
+    ) -> None:
+        """Load what `save_optimizer` wrote under `name`. Raises ValueError for a file with more than plain data and tensors in it."""
+        file = Path(folder, f"{name}.bin")
+        try:
+            state = torch.load(file, map_location=map_location, weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise ValueError(
+                f"{file} holds objects that torch does not load from an untrusted file: {error}. If you trust it, name their classes "
+                "with torch.serialization.add_safe_globals([...]) first"
+            ) from error
+        optimizer.load_state_dict(state)
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes the files that only one rank (of the run, or of each node) writes."""
+        return self.world.is_local_main if self.save_on_each_node else self.world.is_main
+
+    # 7
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """The user's own module, out of what this strategy and torch.compile put around it. The precision's `unwrap` undoes the rest."""
+        return extract_model_from_parallel(model, keep_torch_compile=False)
+
+    # 8
+    def close(self) -> None:
+        """Let go of everything that was prepared."""
+        self._seeds.clear()
+
+
+def _add_tied(weights: dict[str, Tensor], model: nn.Module) -> None:
+    """Give names that the file lacks the tensor of a name they are tied to in `model`: files keep a shared tensor once."""
+    own = model.state_dict()
+    missing = [name for name in own if name not in weights]
+    if not missing:
+        return
+    saved = {_memory(own[name]): name for name in weights if name in own}
+    for name in missing:
+        twin = saved.get(_memory(own[name]))
+        if twin is not None and own[name].numel():
+            weights[name] = weights[twin]
+
+
+def _memory(tensor: Any) -> Any:
+    if not isinstance(tensor, Tensor):
+        return id(tensor)
+    return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()

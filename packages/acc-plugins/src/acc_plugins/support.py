@@ -1,0 +1,86 @@
+"""Which strategy works with which precision on which kind of device: one table, for the error and for the docs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from acc_ops.devices import DEVICE_TABLE, DeviceRow
+
+
+class UnsupportedError(ValueError):
+    """A combination of strategy, precision and device that cannot work."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Support:
+    """One cell: whether it `works`, whether that was `run` on such a device, and the `reason` when it does not work."""
+
+    works: bool
+    run: bool = False
+    reason: str = ""
+
+    def __str__(self) -> str:
+        if not self.works:
+            return f"no: {self.reason}"
+        return "works" if self.run else "expected to work, not run on real hardware"
+
+
+STRATEGIES = {
+    "single": "one device",
+    "ddp": "one model per process, torch's DistributedDataParallel",
+    "replicated": "one model per rank, gradients averaged through the world's Comm (ranks as threads, tests)",
+}
+PRECISIONS = ("no", "bf16", "fp16")
+_RUN_ON = ("cpu",)  # the kinds on which the contract tests have been run
+_NO_DDP = {
+    "mps": "torch.distributed has no backend for mps: train on one device, or on cpu",
+    "xla": "torch_xla has its own data parallelism, whose strategy is not built yet: train on one device",
+}
+
+
+def support(strategy: str, precision: str, device_type: str) -> Support:
+    """The cell of the table. Raises UnsupportedError for a strategy, precision or device kind that the table does not know."""
+    rows = {row.kind: row for row in DEVICE_TABLE}
+    for what, value, known in (
+        ("strategy", strategy, STRATEGIES),
+        ("precision", precision, PRECISIONS),
+        ("device kind", device_type, rows),
+    ):
+        if value not in known:
+            raise UnsupportedError(f"unknown {what} {value!r}: choose one of {', '.join(known)}")
+    reason = _refusal(strategy, precision, rows[device_type])
+    return Support(works=not reason, run=not reason and device_type in _RUN_ON, reason=reason)
+
+
+def _refusal(strategy: str, precision: str, row: DeviceRow) -> str:
+    """Why the combination cannot work, or nothing."""
+    if strategy == "ddp" and row.kind in _NO_DDP:
+        return _NO_DDP[row.kind]
+    if precision == "bf16" and not row.autocast_bf16:
+        return f"there is no bfloat16 autocast for {row.kind}: use mixed_precision='no'"
+    if precision == "fp16" and not (row.autocast_fp16 and row.grad_scaler):
+        missing = "float16 autocast" if not row.autocast_fp16 else "gradient scaler"
+        return f"there is no {missing} for {row.kind}: use mixed_precision='bf16'"
+    return ""
+
+
+def check_support(strategy: str, precision: str, device_type: str) -> None:
+    """Raise UnsupportedError, with the reason and a way out, for a combination that cannot work."""
+    cell = support(strategy, precision, device_type)
+    if not cell.works:
+        raise UnsupportedError(
+            f"strategy {strategy!r} with precision {precision!r} does not work on {device_type}: {cell.reason}"
+        )
+
+
+def support_table() -> str:
+    """The table as Markdown: a row per strategy and precision, a column per device kind."""
+    kinds = [row.kind for row in DEVICE_TABLE]
+    rows: list[Iterable[str]] = [("strategy", "precision", *kinds), ("---",) * (2 + len(kinds))]
+    rows += [
+        (strategy, precision, *(str(support(strategy, precision, kind)) for kind in kinds))
+        for strategy in STRATEGIES
+        for precision in PRECISIONS
+    ]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)

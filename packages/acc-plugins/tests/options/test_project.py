@@ -1,0 +1,20 @@
+"""ProjectConfiguration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from acc_plugins.options.project import ProjectConfiguration
+
+
+def test_the_logging_folder_follows_the_project_folder() -> None:
+    assert ProjectConfiguration(Path("here")).logging_dir == "here"
+    assert ProjectConfiguration("here", "logs").logging_dir == "logs"
+
+
+def test_set_directories_keeps_a_logging_folder_that_was_set() -> None:
+    configuration = ProjectConfiguration()
+    configuration.set_directories(Path("first"))
+    assert (configuration.project_dir, configuration.logging_dir) == ("first", "first")
+    configuration.set_directories("second")
+    assert (configuration.project_dir, configuration.logging_dir) == ("second", "first")
