@@ -22,7 +22,7 @@ def add(folder: Path, package: str, file: str, text: str) -> None:
     path.write_text((path.read_text() if path.exists() else '"""A new file."""\n') + text)
 
 
-LAYERS = [str(BIN / "lint-imports"), "--config", "tools/importlinter.ini", "--no-cache"]
+LAYERS = [str(BIN / "lint-imports"), "tools/importlinter.ini", "--no-cache"]
 DEPENDENCIES = [sys.executable, "tools/check_dependencies.py"]
 LINT = [str(BIN / "ruff"), "check", "--no-cache", "--config", "tools/ruff.toml", "packages"]
 

@@ -124,11 +124,11 @@ def kill_in_the_middle(command: list[str], log: Path) -> dict[str, Any]:
     process = subprocess.Popen(command, start_new_session=True)
     try:
         wait_for_update(process, log, KILL_AFTER_UPDATE)
-        family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-        for member in family:
-            if member.is_running():
-                os.kill(member.pid, signal.SIGKILL)
-        psutil.wait_procs(family, timeout=10)
+        workers = psutil.Process(process.pid).children(recursive=True)
+        for pid in (process.pid, *(worker.pid for worker in workers)):
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+        psutil.wait_procs(workers, timeout=10)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoTokenizer, BertConfig, BertModel
 
 from acc_bigmodel import (
     compute_module_sizes,
+    describe_device_map,
     infer_auto_device_map,
     init_empty_weights,
     load_checkpoint_and_dispatch,
@@ -50,33 +52,31 @@ def main() -> None:
         embeddings = embed(model, folder, SENTENCES)  # (sentence, 384)
     report = {"anonymous_mb": peak.mb - before, "sentences": len(SENTENCES)}
     print(json.dumps(report))
-    if arguments.out is not None:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        torch.save(embeddings, arguments.out / "embeddings.pt")
-        (arguments.out / "report.json").write_text(json.dumps(report))
+    torch.save(embeddings, arguments.out / "embeddings.pt")
+    (arguments.out / "report.json").write_text(json.dumps(report))
 
 
 def load_whole(folder: Path) -> nn.Module:
     """The ordinary way: every weight in memory."""
-    return BertModel.from_pretrained(folder).eval()
+    model = BertModel(BertConfig.from_pretrained(folder))
+    model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
+    return model.eval()
 
 
 def load_within(folder: Path, arguments: argparse.Namespace) -> nn.Module:
     """Built empty, planned under a budget, loaded and dispatched; what does not fit stays on disk."""
     with init_empty_weights():
         model = BertModel(BertConfig.from_pretrained(folder))
-    budget = budget_for_half_the_layers(model) if arguments.budget == "half" else arguments.budget
-    device_map = infer_auto_device_map(
-        model, max_memory={"cpu": budget}, no_split_module_classes=["BertLayer"]
-    )
-    model = load_checkpoint_and_dispatch(
-        model, folder / "model.safetensors", device_map=device_map, offload_folder=arguments.out or folder
-    )
-    placement = model_placement(model, device_map, budget)
+    max_memory = {"cpu": arguments.budget}
+    if arguments.budget == "half":
+        max_memory = {"cpu": budget_for_half_the_layers(model)}
+    device_map = infer_auto_device_map(model, max_memory, no_split_module_classes=["BertLayer"])
+    placement = describe_device_map(model, device_map, max_memory)
     print(placement.table())
-    if arguments.out is not None:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / "placement.svg").write_text(placement.svg())
+    (arguments.out / "placement.svg").write_text(placement.svg("all-MiniLM-L6-v2 within its budget"))
+    model = load_checkpoint_and_dispatch(
+        model, folder / "model.safetensors", device_map=device_map, offload_folder=arguments.out / "offload"
+    )
     return model.eval()
 
 
@@ -142,8 +142,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--budget", help="'half' (of the layers on disk) or a size such as 70MB; without it, all in memory"
     )
-    parser.add_argument("--out", type=Path, help="folder for embeddings.pt, report.json and placement.svg")
-    return parser.parse_args()
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("out/embed"),
+        help="folder for embeddings.pt, report.json, placement.svg",
+    )
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    return arguments
 
 
 if __name__ == "__main__":

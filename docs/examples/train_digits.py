@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm.auto import tqdm
 
-from acc_trainer import Accelerator, ProjectConfiguration, set_seed  # acc
+from acc_ops import set_seed
+from acc_plugins import ProjectConfiguration
+from acc_trainer import Accelerator  # acc
 
 
 def main() -> None:
@@ -175,7 +177,7 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--project_dir", type=Path, default=Path("out/digits"))
-    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--save_every", type=int, default=20, help="updates between two checkpoints")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint")
