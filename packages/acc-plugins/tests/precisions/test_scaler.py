@@ -145,6 +145,18 @@ def test_the_saved_state_is_that_of_the_next_backward() -> None:
     assert other.get_scale() == 128
 
 
+def test_an_overflow_before_loading_does_not_lower_the_loaded_scale() -> None:
+    scale = scaler()
+    a, optimizer = weight_and_optimizer()
+    scale.scale((a * float("inf")).sum()).backward()
+    scale.unscale_once(optimizer)
+    optimizer.zero_grad()
+    scale.load_state_dict(scaler(init_scale=128.0).state_dict())
+    assert scale.get_scale() == 128
+    scale.scale((a * 0.5).sum()).backward()
+    assert scale.step_and_tell(optimizer).ran
+
+
 def test_the_users_own_loop_with_torchs_methods_works() -> None:
     scale = scaler()
     a, optimizer = weight_and_optimizer()

@@ -97,7 +97,9 @@ class StepScaler(GradScaler):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As `GradScaler.load_state_dict`; what was due before is forgotten."""
+        """As `GradScaler.load_state_dict`; the window that was open before is closed, so that it cannot touch the loaded scale."""
+        if self._unscaled:
+            self._close_window()
         self._due = False
         super().load_state_dict(dict(state_dict))
 
