@@ -1,0 +1,374 @@
+"""A hook that brings a module's arguments, and if they are offloaded its weights, to the device the module runs on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from acc_ops.devices import DeviceLike, canonical_device
+from acc_ops.tree import find_device
+
+from .hook import ModelHook, attached_hook, iterate_hooks
+from .inputs import are_on, begin_forward, end_forward, move
+from .offloaded import OffloadedTensors, differs
+from .resident import Residents
+from .tensors import TiedParams, owner_of, place, put_tensor
+from .ties import every_tensor, group_by_tensor
+from .untraced import untraced
+
+
+class AlignDevicesHook(ModelHook, own_calls=True):
+    """Arguments go to `execution_device` before the forward; `io_same_device` sends the output to the input's device.
+
+    Without `offload` the module's tensors are put on `execution_device` once, when the hook is attached. With it they are
+    placeholders on meta, read from `weights_map[name]` for each forward and let go after it, whatever happens in it;
+    buffers stay on `execution_device` unless `offload_buffers`. `weights_map` defaults to the module's own values on the
+    CPU. `place_submodules` treats everything below the module like its own tensors. `skip_keys` names keyword arguments
+    that are not moved. `tied_params_map[address of a value][device]` shares a loaded tensor between hooks; the attach
+    functions share ties without it.
+
+    The attributes are the arguments, and may be set later. `original_devices` says where offloaded tensors came from.
+    Raises OffloadedWeightError in a backward pass that would leave a gradient on an offloaded weight.
+    """
+
+    _planned_by = ModelHook._planned_by | {"execution_device", "offload", "io_same_device"}
+    _device: torch.device | None  # execution_device, in its one form
+    _only_returns: bool  # a call has to move arguments and bring the output back, no more
+
+    def __init__(
+        self,
+        execution_device: DeviceLike | None = None,
+        offload: bool = False,
+        io_same_device: bool = False,
+        weights_map: Mapping[str, Tensor] | None = None,
+        offload_buffers: bool = False,
+        place_submodules: bool = False,
+        skip_keys: str | list[str] | None = None,
+        tied_params_map: TiedParams | None = None,
+    ) -> None:
+        self.execution_device = execution_device
+        self.offload = offload
+        self.io_same_device = io_same_device
+        self.weights_map = weights_map
+        self.offload_buffers = offload_buffers
+        self.place_submodules = place_submodules
+        self.skip_keys = skip_keys
+        self.tied_params_map = tied_params_map
+
+        self.input_device: torch.device | None = None  # noted by a pre_forward called by hand
+        self.original_devices: dict[str, torch.device] = {}
+        self.param_original_devices: dict[str, torch.device] = {}
+        self.buffer_original_devices: dict[str, torch.device] = {}
+        self.tied_params_names: set[str] = set()
+
+        self._residents: Residents | None = None  # the ties of the model, if the attach functions know it
+        self._path = ""  # of the module in that model
+        self._others: tuple[str, ...] = ()  # modules below which belong to other hooks
+        self._offloaded: OffloadedTensors | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"AlignDevicesHook(execution_device={self.execution_device}, offload={self.offload}, "
+            f"io_same_device={self.io_same_device}, offload_buffers={self.offload_buffers}, "
+            f"place_submodules={self.place_submodules}, skip_keys={self.skip_keys!r})"
+        )
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        if self._offloaded is not None:
+            raise ValueError(
+                f"this hook already offloads the weights of {self._path or 'a module'}; make one hook for each module"
+            )
+        device = None if self.execution_device is None else canonical_device(self.execution_device)
+        if self.offload:
+            self._take_weights(module, device)
+        elif device is not None:
+            tensors = self._tensors(module)
+            self._settle(module, tensors, device, self._ties(tensors))
+        return module
+
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.io_same_device:
+            self.input_device = find_device([args, kwargs])
+        self._hold(module, counted=False)
+        return self._move_inputs(args, kwargs)
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        self._let_go(module, counted=False)
+        return _on(output, self.input_device, self.skip_keys) if self.io_same_device else output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        if self._offloaded is not None:
+            self._offloaded.give_back(module, self._map(), self.tied_params_map)
+            self._offloaded = None
+        return module
+
+    def _replan(self) -> None:
+        super()._replan()
+        known = vars(self).get  # some are set before others in __init__
+        device = known("execution_device")
+        device = None if device is None else canonical_device(device)
+        only_moves = not (self.no_grad or self._is_overridden or known("offload"))
+        returns = known("io_same_device")
+        object.__setattr__(self, "_device", device)
+        object.__setattr__(self, "_device_to_check", device if only_moves and not returns else None)
+        object.__setattr__(self, "_only_returns", only_moves and returns)
+
+    def _run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if not self._only_returns or module._modules:
+            return super()._run(module, forward, args, kwargs)
+        # no weights to fetch, and no module below that could be given the same arguments
+        input_device = args[0].device if args and type(args[0]) is Tensor else find_device([args, kwargs])
+        device = self._device
+        if device is not None and not are_on(args, kwargs, device):
+            args, kwargs = self._move_inputs(args, kwargs)
+        output = forward(module, *args, **kwargs)
+        if type(output) is Tensor and output.device == input_device:
+            return output
+        return _on(output, input_device, self.skip_keys)
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+        if self._is_overridden:
+            args, kwargs = self.pre_forward(module, *args, **kwargs)
+            return args, kwargs, None
+        outermost = begin_forward()
+        try:
+            input_device = find_device([args, kwargs]) if self.io_same_device else None
+            self._hold(module, counted=True)
+            try:
+                args, kwargs = self._move_inputs(args, kwargs)
+            except BaseException:
+                self._let_go(module, counted=True)
+                raise
+        except BaseException:
+            if outermost:
+                end_forward()
+            raise
+        return args, kwargs, (outermost, input_device)
+
+    def _leave(self, module: nn.Module, output: Any, token: Any) -> Any:
+        if token is None:
+            return self.post_forward(module, output)
+        input_device = token[1]
+        self._abort(module, token)
+        return _on(output, input_device, self.skip_keys)
+
+    def _abort(self, module: nn.Module, token: Any) -> None:
+        if token is None:
+            self._let_go(module, counted=False)
+            return
+        if token[0]:
+            end_forward()
+        self._let_go(module, counted=True)
+
+    def _move_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        device = self._device
+        if device is None or are_on(args, kwargs, device):
+            return args, kwargs
+        return move(args, device), move(kwargs, device, self.skip_keys)
+
+    def _hold(self, module: nn.Module, counted: bool, device: torch.device | None = None) -> None:
+        if self._offloaded is not None:
+            weights_map, ties = self._map(), self.tied_params_map
+            device = device or self._running_device(module)
+            untraced(self._offloaded.hold, module, weights_map, device, ties, counted)
+
+    def _let_go(self, module: nn.Module, counted: bool, compare: bool = False) -> None:
+        if self._offloaded is not None:
+            untraced(self._offloaded.let_go, module, self._map(), self.tied_params_map, counted, compare)
+
+    def _map(self) -> Mapping[str, Tensor]:
+        if self.weights_map is None:
+            raise ValueError(
+                f"{self._path or 'this module'} is offloaded and its hook's weights_map was set to None"
+            )
+        return self.weights_map
+
+    def _running_device(self, module: nn.Module) -> torch.device:
+        if self._device is None:
+            raise ValueError(
+                f"the weights of {self._path or type(module).__name__} are offloaded and there is no device to run on: "
+                "give the hook an execution_device"
+            )
+        return self._device
+
+    def _take_weights(self, module: nn.Module, device: torch.device | None) -> None:
+        tensors = self._tensors(module)
+        buffers, lasting = _buffer_names(module, self.place_submodules)
+        away = [name for name in tensors if name not in buffers or (self.offload_buffers and name in lasting)]
+        self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
+        self.param_original_devices = {k: v for k, v in self.original_devices.items() if k not in buffers}
+        self.buffer_original_devices = {k: v for k, v in self.original_devices.items() if k in buffers}
+        if self.weights_map is None:
+            self.weights_map = {name: self._real(name, tensors[name]).to("cpu") for name in away}
+        residents = self._ties(tensors)
+        self.tied_params_names = {name for name in away if residents.tie_of(self._full(name)) is not None}
+        offloaded = OffloadedTensors(residents, self._path)
+        offloaded.take(module, away, self.weights_map)
+        self._offloaded = offloaded
+        if device is not None:
+            self._settle(
+                module, {name: tensors[name] for name in tensors.keys() - set(away)}, device, residents
+            )
+
+    def _settle(
+        self, module: nn.Module, tensors: Mapping[str, Tensor], device: torch.device, residents: Residents
+    ) -> None:
+        """Put tensors on `device` to stay; the names of a tie get one tensor."""
+        for name, tensor in tensors.items():
+            owner, leaf = owner_of(module, name)
+            if tensor.is_meta and (has_offloaded_params(module) or has_offloaded_params(owner)):
+                continue  # the placeholder of a hook that is there already
+
+            def make(tensor: Tensor = tensor, name: str = name) -> Tensor:
+                return _shared_or_placed(tensor, device, self._full(name), self.tied_params_map)
+
+            tie = residents.tie_of(self._full(name))
+            new = make() if tie is None else residents.settle(tie, device, make)
+            if new is not tensor:
+                put_tensor(owner, leaf, new)
+
+    def _belongs_to(self, residents: Residents, path: str, others: tuple[str, ...]) -> None:
+        """Tell the hook about the model around it, before it is attached."""
+        self._residents, self._path, self._others = residents, path, others
+
+    def _tensors(self, module: nn.Module) -> dict[str, Tensor]:
+        every = every_tensor(module, recurse=self.place_submodules)
+        if not self._others:
+            return dict(every)
+        prefixes = tuple(f"{other}." for other in self._others)
+        return {name: tensor for name, tensor in every if not name.startswith(prefixes)}
+
+    def _real(self, name: str, tensor: Tensor) -> Tensor:
+        if tensor.is_meta:
+            raise ValueError(
+                f"{self._full(name)} is on the meta device and has no value to offload: give the hook a weights_map, or "
+                "remove the hook that offloads it already"
+            )
+        return tensor.detach()
+
+    def _ties(self, tensors: Mapping[str, Tensor]) -> Residents:
+        return self._residents if self._residents is not None else Residents(group_by_tensor(tensors.items()))
+
+    def _full(self, name: str) -> str:
+        return f"{self._path}.{name}" if self._path else name
+
+    def _fill_state_dict(self, module: nn.Module, destination: dict[str, Any], prefix: str) -> None:  # noqa: ARG002
+        if self._offloaded is not None:
+            self._offloaded.fill(destination, prefix, self._map())
+
+    @contextlib.contextmanager
+    def _loading_state_dict(
+        self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str
+    ) -> Iterator[None]:
+        if self._offloaded is None:
+            yield
+            return
+        self._offloaded.store_below(state_dict, prefix, self._map())
+        if not self._offloaded.wants(state_dict, prefix):
+            yield
+            return
+        self._hold(module, counted=True, device=self._offloaded.device_in_use or torch.device("cpu"))
+        try:
+            yield
+        finally:
+            self._let_go(module, counted=True)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "tied_params_map": None}  # its addresses mean nothing to a copy
+
+
+def has_offloaded_params(module: nn.Module) -> bool:
+    """Whether the module's hook, or one in its chain, is an AlignDevicesHook that offloads."""
+    return any(True for _ in _offloading_hooks(module))
+
+
+@contextlib.contextmanager
+def align_module_device(module: nn.Module, execution_device: DeviceLike | None = None) -> Iterator[None]:
+    """Inside it the module's own weights are real: read from their map if they are offloaded, on `execution_device` if given.
+
+    Not for submodules. What is changed inside, in place or by assignment, is kept. Raises OffloadedWeightError where
+    that cannot be: the weights come from a read-only map.
+    """
+    device = None if execution_device is None else canonical_device(execution_device)
+    hooks = list(_offloading_hooks(module))
+    if hooks:
+        with contextlib.ExitStack() as stack:
+            for hook in hooks:
+                hook._hold(module, counted=True, device=device)
+                stack.callback(hook._let_go, module, counted=True, compare=True)
+            yield
+    elif device is not None:
+        yield from _moved(module, device)
+    else:
+        yield
+
+
+def _offloading_hooks(module: nn.Module) -> Iterator[AlignDevicesHook]:
+    for hook in iterate_hooks(attached_hook(module)):
+        if isinstance(hook, AlignDevicesHook) and hook.offload:
+            yield hook
+
+
+def _moved(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """The module's own tensors on `device` meanwhile; the very same objects, with what was written, afterwards."""
+    away = {
+        name: (tensor, place(tensor, None, device, name=name))
+        for name, tensor in every_tensor(module, recurse=False)
+    }
+    for name, (_, moved) in away.items():
+        put_tensor(module, name, moved)
+    try:
+        yield
+    finally:
+        now = dict(every_tensor(module, recurse=False))
+        for name, (tensor, moved) in away.items():
+            current = now.get(name)
+            if current is None or moved is tensor:
+                continue  # deleted by the user, or never moved
+            if current is not moved:  # assigned by the user
+                put_tensor(module, name, place(current, None, tensor.device, name=name))
+                continue
+            if tensor.device.type != "meta" and device.type != "meta" and differs(moved, tensor):
+                with torch.no_grad():
+                    tensor.copy_(moved)
+            put_tensor(module, name, tensor)
+
+
+def _shared_or_placed(
+    tensor: Tensor, device: torch.device, name: str, tied_params_map: TiedParams | None
+) -> Tensor:
+    if not tied_params_map or device.type == "meta" or tensor.device.type == "meta":
+        return place(tensor, None, device, name=name)
+    shared = tied_params_map.get(tensor.data_ptr())
+    if shared is None:
+        return place(tensor, None, device, name=name)
+    if device not in shared:
+        shared[device] = place(tensor, None, device, name=name)
+    return shared[device]
+
+
+def _buffer_names(module: nn.Module, recurse: bool) -> tuple[set[str], set[str]]:
+    """All buffers, and those of them that a state dict holds."""
+    every, lasting = set(), set()
+    owners: Iterable[tuple[str, nn.Module]] = [("", module)]
+    if recurse:
+        owners = module.named_modules(remove_duplicate=False)
+    for path, owner in owners:
+        for name in owner._buffers:
+            full = f"{path}.{name}" if path else name
+            every.add(full)
+            if name not in owner._non_persistent_buffers_set:
+                lasting.add(full)
+    return every, lasting
+
+
+def _on(output: Any, device: torch.device | None, skip_keys: str | list[str] | None) -> Any:
+    if device is None or (type(output) is Tensor and output.device == device):
+        return output
+    return move(output, device, skip_keys)

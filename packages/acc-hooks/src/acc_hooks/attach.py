@@ -1,0 +1,245 @@
+"""Give a whole model its aligning hooks: module by module, or block by block.
+
+A block is a module that a device map names. What it contains belongs to it, down to the blocks named inside it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from acc_ops.devices import DeviceLike
+
+from .align import AlignDevicesHook
+from .hook import add_hook_to_module, attached_hook
+from .prefixed import PrefixedDataset
+from .resident import Residents
+from .tensors import TiedParams
+from .ties import every_tensor, tied_groups
+
+
+def attach_align_device_hook(
+    module: nn.Module,
+    execution_device: DeviceLike | None = None,
+    offload: bool = False,
+    weights_map: Mapping[str, Tensor] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: list[str] | None = None,
+    tied_params_map: TiedParams | None = None,
+) -> None:
+    """Append an AlignDevicesHook to every module, from `module` down, that has tensors of its own.
+
+    `weights_map` has the names of the whole model, in which `module` is called `module_name`. While offloading, a module
+    whose class is named in `preload_module_classes` gets one hook for itself and everything below it. A module that is
+    registered under several names gets one hook; ties are found and kept.
+    """
+    options = _Options(
+        weights_map=weights_map,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload=frozenset(preload_module_classes or ()),
+        tied_params_map=tied_params_map,
+        residents=_residents(module, module_name),
+    )
+    _attach_to_all(module, module_name, execution_device, offload, options)
+
+
+def attach_align_device_hook_on_blocks(
+    module: nn.Module,
+    execution_device: DeviceLike | Mapping[str, DeviceLike] | None = None,
+    offload: bool | Mapping[str, bool] = False,
+    weights_map: Mapping[str, Tensor] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: list[str] | None = None,
+    tied_params_map: TiedParams | None = None,
+) -> None:
+    """Give each block its hooks: block name -> the device it runs on, block name -> whether it is offloaded.
+
+    With two scalars `module` is the only block; one scalar holds for every block of the other mapping. A block that stays
+    is moved as a whole; one that is offloaded gets `attach_align_device_hook`. All modules with weights move their
+    arguments. The output of `module` goes where its input came from. Raises ValueError for a block that one mapping lacks,
+    and for a name that is no module.
+    """
+    if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
+        execution_device = {module_name: execution_device}  # type: ignore[dict-item]
+    devices, offloaded = _for_each_block(execution_device, offload)
+    options = _Options(
+        weights_map=weights_map,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload=frozenset(preload_module_classes or ()),
+        tied_params_map=tied_params_map,
+        residents=_residents(module, module_name),
+        blocks=frozenset(devices),
+    )
+    blocks = {path: block for path, block in _every_path(module, module_name) if path in devices}
+    _check_names(devices, blocks, module)
+    if module_name not in blocks or offloaded[module_name]:
+        root = options.hook(module_name, devices.get(module_name), io_same_device=True)
+        add_hook_to_module(module, root, append=True)
+    for path, block in blocks.items():
+        _attach_to_block(block, path, devices[path], offloaded[path], options, is_root=path == module_name)
+
+
+def attach_execution_device_hook(
+    module: nn.Module,
+    execution_device: DeviceLike,
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: list[str] | None = None,
+    tied_params_map: TiedParams | None = None,
+) -> None:
+    """Give every module with a state dict and without a hook an AlignDevicesHook that moves it and its arguments.
+
+    Nothing below a module whose class is named in `preload_module_classes` gets one.
+    """
+    options = _Options(
+        skip_keys=skip_keys,
+        preload=frozenset(preload_module_classes or ()),
+        tied_params_map=tied_params_map,
+        residents=_residents(module, ""),
+    )
+    _attach_execution_device(module, "", execution_device, options)
+
+
+@dataclass(kw_only=True)
+class _Options:
+    """What the hooks of one attach call have in common."""
+
+    weights_map: Mapping[str, Tensor] | None = None
+    offload_buffers: bool = False
+    skip_keys: str | list[str] | None = None
+    preload: frozenset[str] = frozenset()
+    tied_params_map: TiedParams | None = None
+    residents: Residents
+    blocks: frozenset[str] = frozenset()
+    seen: set[int] = field(default_factory=set)  # modules that have their hook
+
+    @functools.cached_property
+    def sorted_blocks(self) -> list[str]:
+        return sorted(self.blocks)
+
+    def hook(
+        self, path: str, device: DeviceLike | None, offload: bool = False, **more: Any
+    ) -> AlignDevicesHook:
+        weights_map = None
+        if offload and self.weights_map is not None:
+            weights_map = PrefixedDataset(self.weights_map, f"{path}." if path else "")
+        hook = AlignDevicesHook(
+            execution_device=device,
+            offload=offload,
+            weights_map=weights_map,
+            offload_buffers=self.offload_buffers,
+            skip_keys=self.skip_keys,
+            tied_params_map=self.tied_params_map,
+            **more,
+        )
+        hook._belongs_to(self.residents, path, self._blocks_below(path) if hook.place_submodules else ())
+        return hook
+
+    def _blocks_below(self, path: str) -> tuple[str, ...]:
+        prefix = f"{path}." if path else ""
+        first = bisect.bisect_left(self.sorted_blocks, prefix)
+        below = itertools.takewhile(lambda block: block.startswith(prefix), self.sorted_blocks[first:])
+        return tuple(block[len(prefix) :] for block in below if block != path)
+
+
+def _attach_to_block(
+    block: nn.Module, path: str, device: DeviceLike | None, offload: bool, options: _Options, is_root: bool
+) -> None:
+    if offload:
+        _attach_to_all(block, path, device, True, options)
+    else:
+        options.seen.add(id(block))
+        hook = options.hook(path, device, io_same_device=is_root, place_submodules=True)
+        add_hook_to_module(block, hook, append=True)
+    if device is not None:
+        _attach_execution_device(block, path, device, options)
+
+
+def _attach_to_all(
+    module: nn.Module, path: str, device: DeviceLike | None, offload: bool, options: _Options
+) -> None:
+    for name, submodule, is_last in _walk(module, path, options):
+        preload = is_last and offload
+        if id(submodule) not in options.seen and (
+            preload or next(every_tensor(submodule, recurse=False), None)
+        ):
+            options.seen.add(id(submodule))
+            hook = options.hook(name, device, offload, place_submodules=preload)
+            add_hook_to_module(submodule, hook, append=True)
+
+
+def _attach_execution_device(module: nn.Module, path: str, device: DeviceLike, options: _Options) -> None:
+    with_state = _modules_with_state(module)
+    for name, submodule, _ in _walk(module, path, options):
+        if id(submodule) in with_state and attached_hook(submodule) is None:
+            add_hook_to_module(submodule, options.hook(name, device))
+
+
+def _walk(module: nn.Module, path: str, options: _Options) -> Iterator[tuple[str, nn.Module, bool]]:
+    """(path, module, whether its class is preloaded) of a block; not into other blocks, nor below preloaded modules."""
+    waiting = [(path, module)]
+    while waiting:
+        name, submodule = waiting.pop()
+        is_last = type(submodule).__name__ in options.preload
+        yield name, submodule, is_last
+        if is_last:
+            continue
+        children = [
+            (f"{name}.{child}" if name else child, below)
+            for child, below in submodule._modules.items()
+            if below is not None
+        ]
+        waiting += [child for child in reversed(children) if child[0] not in options.blocks]
+
+
+def _every_path(module: nn.Module, module_name: str) -> Iterator[tuple[str, nn.Module]]:
+    yield from module.named_modules(prefix=module_name, remove_duplicate=False)
+
+
+def _modules_with_state(module: nn.Module) -> set[int]:
+    """Those that put something into a state dict, by id. Linear: children come after their parents in `modules()`."""
+    found: set[int] = set()
+    for submodule in reversed(list(module.modules())):
+        own = any(parameter is not None for parameter in submodule._parameters.values()) or any(
+            buffer is not None and name not in submodule._non_persistent_buffers_set
+            for name, buffer in submodule._buffers.items()
+        )
+        if own or any(id(child) in found for child in submodule.children()):
+            found.add(id(submodule))
+    return found
+
+
+def _residents(module: nn.Module, module_name: str) -> Residents:
+    prefix = f"{module_name}." if module_name else ""
+    return Residents([[prefix + name for name in group] for group in tied_groups(module)])
+
+
+def _for_each_block(devices: Any, offload: Any) -> tuple[dict[str, Any], dict[str, bool]]:
+    """Both as mappings with the same keys."""
+    if not isinstance(devices, Mapping):
+        devices = dict.fromkeys(offload, devices)
+    if not isinstance(offload, Mapping):
+        offload = dict.fromkeys(devices, offload)
+    missing = [*(devices.keys() - offload.keys()), *(offload.keys() - devices.keys())]
+    if missing:
+        raise ValueError(
+            f"execution_device and offload must name the same blocks; only one of them has {sorted(missing)}"
+        )
+    return dict(devices), dict(offload)
+
+
+def _check_names(devices: Mapping[str, Any], blocks: Mapping[str, nn.Module], module: nn.Module) -> None:
+    unknown = [name for name in devices if name not in blocks]
+    if unknown:
+        raise ValueError(f"{type(module).__name__} has no module named {', '.join(map(repr, unknown))}")

@@ -1,0 +1,267 @@
+"""How a module comes to run its hook: its class becomes a subclass whose forward asks `_hf_hook`.
+
+[Note: where the hook lives]
+`module.__class__` is swapped for a cached subclass `(Hooked, base)` with the base's name. So `module.forward` is a real
+bound method of the instance, nothing in the instance points back at it, and deepcopy, pickle and `inspect` work by
+themselves. The instance dictionary gains exactly one key, `_hf_hook`, which is read on every call.
+
+    type(module)            Hooked subclass on top of the module's class      (removed with the hook)
+    module._hf_hook         the hook                                         (removed with the hook)
+    module._old_forward     a property: the forward below the hook
+    OWN_FORWARD             a forward somebody had put on the instance, kept while the hook is there
+
+Three kinds of module cannot take a class on top:
+- a parametrized module gets it *below* its own private class (`remove_parametrizations` looks one base down);
+- an `fx.GraphModule` has a private class and re-generates `forward` on it: the wrapper goes on that class;
+- a class that somebody swapped in over ours (FSDP2, parametrize) stays: without a hook our forward is a pass-through.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .inputs import PLAIN_TYPES, are_on
+
+if TYPE_CHECKING:
+    from .hook import ModelHook
+
+HOOK = "_hf_hook"
+OWN_FORWARD = "_acc_own_forward"
+
+_classes: weakref.WeakValueDictionary[int, type] = weakref.WeakValueDictionary()
+
+
+class Hooked(nn.Module):
+    """What every hooked class adds to its base: the wrapped forward, a `_old_forward`, a state dict without placeholders."""
+
+    __slots__ = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Keeps the base's own `__init_subclass__` (registries, checks) from seeing our subclass."""
+
+    @property
+    def _old_forward(self) -> Callable[..., Any]:
+        return forward_below(self)
+
+    @_old_forward.setter
+    def _old_forward(self, forward: Callable[..., Any]) -> None:
+        self.__dict__[OWN_FORWARD] = forward
+        _specialise(self)
+
+    @_old_forward.deleter
+    def _old_forward(self) -> None:
+        """Code that unhooks by hand deletes it; there is nothing stored to delete."""
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        _specialise(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced = super().__reduce_ex__(protocol)
+        top = type(self)
+        if "_hooked_base" not in top.__dict__ or not isinstance(reduced, tuple):
+            return reduced
+        base = top.__dict__["_hooked_base"]
+        rebuild, arguments, *rest = reduced
+        arguments = tuple(base if part is top else part for part in arguments)
+        return (_rebuild_hooked, (base if rebuild is top else rebuild, arguments), *rest)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        destination = super().state_dict(*args, **kwargs)
+        hook = self.__dict__.get(HOOK)
+        if hook is not None and isinstance(destination, dict):
+            prefix = args[1] if len(args) > 1 else kwargs.get("prefix", "")
+            hook._fill_state_dict(self, destination, prefix)
+        return destination
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+        hook = self.__dict__.get(HOOK)
+        if hook is None:
+            super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+            return
+        with hook._loading_state_dict(self, state_dict, prefix):
+            super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def wrap(module: nn.Module, hook: ModelHook) -> None:
+    """Make `module` run `hook` around its forward; a module that is wrapped already only gets the new hook."""
+    if not is_wrapped(module):
+        if "forward" in module.__dict__:
+            module.__dict__[OWN_FORWARD] = module.__dict__.pop("forward")
+        _swap_class(module)
+    module.__dict__[HOOK] = hook
+
+
+def unwrap(module: nn.Module) -> None:
+    """Give `module` back its class and its instance dictionary; our class stays where another lies on top of it."""
+    module.__dict__.pop(HOOK, None)
+    top: Any = type(module)
+    graph = top.__dict__.get("_hooked_graph")
+    if graph is not None:
+        if top.forward is graph.wrapper:  # else it was re-generated meanwhile
+            top.forward = graph.forward
+        del top._hooked_graph
+    elif "_hooked_base" in top.__dict__:
+        module.__class__ = top.__dict__["_hooked_base"]
+    else:
+        return  # no class of ours, or one below another: without a hook it only passes through
+    if OWN_FORWARD in module.__dict__ and "forward" not in module.__dict__:
+        module.__dict__["forward"] = module.__dict__.pop(OWN_FORWARD)
+
+
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether a hook put on `module` now would be run by its forward."""
+    if isinstance(module, torch.fx.GraphModule):
+        return "_hooked_graph" in type(module).__dict__
+    return isinstance(module, Hooked)
+
+
+def forward_below(module: nn.Module) -> Callable[..., Any]:
+    """The forward that runs under the hook, bound to `module`."""
+    own = module.__dict__.get(OWN_FORWARD)
+    if own is not None:
+        return own
+    graph = type(module).__dict__.get("_hooked_graph")
+    if graph is not None:
+        return types.MethodType(graph.forward, module)
+    base = next(
+        cls.__dict__["_hooked_base"] for cls in type(module).__mro__ if "_hooked_base" in cls.__dict__
+    )
+    return types.MethodType(base.forward, module)
+
+
+def _swap_class(module: nn.Module) -> None:
+    base: Any = type(module)
+    if isinstance(module, torch.fx.GraphModule):  # its class, and the forward on it, are this module's alone
+        _put_below(base)
+        graph = types.SimpleNamespace(forward=base.forward)
+        base.forward = graph.wrapper = functools.update_wrapper(_make_forward(graph), graph.forward)
+        base._hooked_graph = graph
+    elif torch.nn.utils.parametrize.is_parametrized(module) and len(base.__bases__) == 1:
+        _put_below(base)
+    else:
+        module.__class__ = _hooked_class(base)
+        _specialise(module)
+
+
+def _put_below(private_class: type) -> None:
+    (base,) = private_class.__bases__
+    if not issubclass(base, Hooked):
+        private_class.__bases__ = (_hooked_class(base),)
+
+
+def _specialise(module: nn.Module) -> None:
+    """A module with a forward of its own needs a hooked class of its own: the signatures differ."""
+    own = module.__dict__.get(OWN_FORWARD)
+    base = type(module).__dict__.get("_hooked_base")
+    if own is not None and base is not None:
+        module.__class__ = _new_hooked_class(base, own)
+
+
+def _rebuild_hooked(rebuild: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Unpickle: what `rebuild` made of the base class, with the class swapped again (never pickled itself)."""
+    module = rebuild(*arguments)
+    module.__class__ = _hooked_class(type(module))
+    return module
+
+
+def _hooked_class(base: type) -> type:
+    hooked = _classes.get(id(base))  # the value holds the base, so the id is right as long as the entry lives
+    if hooked is None:
+        hooked = _classes[id(base)] = _new_hooked_class(base, None)
+    return hooked
+
+
+def _new_hooked_class(base: Any, own_forward: Callable[..., Any] | None) -> type:
+    forward: Any
+    if own_forward is None:
+        owner = _owner_of_forward(base)
+        forward = functools.update_wrapper(_make_forward(owner), owner.forward)
+    else:
+        forward = _look_like(_make_own_forward(), own_forward)
+    names = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "__slots__": (),
+        "_hooked_base": base,
+        "forward": forward,
+    }
+    return types.new_class(base.__name__, (Hooked, base), exec_body=lambda namespace: namespace.update(names))
+
+
+def _owner_of_forward(base: Any) -> Any:
+    """What has the forward of `base` as a function: `base`, unless only its instances know it (scripted modules)."""
+    if callable(inspect.getattr_static(base, "forward", None)):
+        return base
+
+    def forward(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return self.__getattr__("forward")(*args, **kwargs)
+
+    return types.SimpleNamespace(forward=forward)
+
+
+def _make_forward(owner: Any) -> Any:
+    """The forward of a hooked class; it looks `owner.forward` up on each call, so that patches of the class still work."""
+
+    def forward(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        try:
+            hook = self._hf_hook
+        except AttributeError:  # removed by hand
+            return owner.forward(self, *args, **kwargs)
+        device = hook._device_to_check
+        if device is not None:
+            for value in args:
+                kind = type(value)
+                if not (value.device == device if kind is Tensor else kind in PLAIN_TYPES):
+                    break
+            else:
+                if not kwargs or are_on((), kwargs, device):
+                    return owner.forward(self, *args, **kwargs)
+        elif hook._idle:
+            return owner.forward(self, *args, **kwargs)
+        return hook._run(self, owner.forward, args, kwargs)
+
+    # torch.compile keeps its cache, and counts recompilations, per code object: one for each class
+    forward.__code__ = forward.__code__.replace()
+    return forward
+
+
+def _make_own_forward() -> Any:
+    """The forward of a hooked module which had a forward in its instance dictionary."""
+
+    def forward(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        hook = self.__dict__.get(HOOK)
+        if hook is None:
+            return self.__dict__[OWN_FORWARD](*args, **kwargs)
+        return hook._run(self, _call_own_forward, args, kwargs)
+
+    forward.__code__ = forward.__code__.replace()
+    return forward
+
+
+def _call_own_forward(module: Any, /, *args: Any, **kwargs: Any) -> Any:
+    return module._acc_own_forward(*args, **kwargs)
+
+
+def _look_like(wrapper: Any, own_forward: Callable[..., Any]) -> Any:
+    """Name, documentation and signature of a forward that is bound already, without a reference to it."""
+    for name in ("__module__", "__name__", "__qualname__", "__doc__"):
+        value = getattr(own_forward, name, None)
+        if value is not None:
+            setattr(wrapper, name, value)
+    try:
+        shown = inspect.signature(own_forward)
+    except (TypeError, ValueError):  # written in C
+        return wrapper
+    this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    wrapper.__signature__ = shown.replace(parameters=[this, *shown.parameters.values()])
+    return wrapper

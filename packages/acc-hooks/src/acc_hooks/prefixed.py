@@ -1,0 +1,53 @@
+"""A weights map: any Mapping of names to tensors; here is the view of one on the part of a module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor
+
+
+class PrefixedDataset(Mapping[str, Tensor]):
+    """The part of `dataset` under `prefix`, looked up without it.
+
+    Iterating gives the full keys that have the prefix; `len` is that of the whole dataset. Writing works if the dataset
+    can be written to.
+    """
+
+    def __init__(self, dataset: Mapping[str, Tensor], prefix: str) -> None:
+        self.dataset = dataset
+        self.prefix = prefix
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self.dataset[f"{self.prefix}{key}"]
+
+    def __contains__(self, key: object) -> bool:
+        return f"{self.prefix}{key}" in self.dataset
+
+    def __setitem__(self, key: str, value: Tensor) -> None:
+        self.dataset[f"{self.prefix}{key}"] = value  # type: ignore[index]
+
+    def __iter__(self) -> Iterator[str]:
+        return (key for key in self.dataset if key.startswith(self.prefix))
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+def innermost(weights_map: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """What a chain of PrefixedDataset looks into."""
+    while isinstance(weights_map, PrefixedDataset):
+        weights_map = weights_map.dataset
+    return weights_map
+
+
+def lacks(weights_map: Mapping[str, Tensor], name: str) -> bool:
+    """Whether the map says, without reading a value, that it has no such tensor."""
+    if type(innermost(weights_map)).__contains__ is Mapping.__contains__:  # it would read the tensor
+        return False
+    return name not in weights_map
+
+
+def is_writable(weights_map: Mapping[str, Tensor]) -> bool:
+    """Whether values can be put into the map; a read-only map has no `__setitem__`."""
+    return hasattr(type(innermost(weights_map)), "__setitem__")

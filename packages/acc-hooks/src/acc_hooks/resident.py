@@ -1,0 +1,85 @@
+"""One counted copy of a tied tensor per device, whichever of its names is used.
+
+[Note: placeholder, home, copy]
+    placeholder   the meta tensor a module holds while a weight is offloaded; one for all names of a tie
+    home          where the real value is kept: an entry of the weights map
+    copy          the value on the execution device while a forward uses it; one per tie and device, counted
+    resident      the tensor of a name of the same tie that is not offloaded: serves as the copy wherever it lives
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Residents:
+    """The ties of one model, shared by the hooks of one attach call; knows names by their full path."""
+
+    def __init__(self, groups: Iterable[Sequence[str]] = ()) -> None:
+        self._tie = {name: names[0] for names in groups for name in names}
+        self._placeholders: dict[str, Tensor] = {}
+        self._forget_copies()
+
+    def tie_of(self, name: str) -> str | None:
+        """What to ask the other methods with, None for a tensor that is tied to no other."""
+        return self._tie.get(name)
+
+    def placeholder(self, tie: str, make: Callable[[], Tensor]) -> Tensor:
+        """The one placeholder of a tie."""
+        with self._lock:
+            return self._placeholders.setdefault(tie, make())
+
+    def forget_placeholder(self, tie: str) -> None:
+        """The tie is no longer offloaded."""
+        with self._lock:
+            self._placeholders.pop(tie, None)
+
+    def settle(self, tie: str, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
+        """The tensor of this tie that stays on `device`: the one already there, else a new one, remembered weakly."""
+        with self._lock:
+            tensor = self._resident(tie, device)
+            if tensor is None:
+                tensor = make()
+                self._residents[tie, device] = weakref.ref(tensor)
+            return tensor
+
+    def acquire(self, tie: str, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
+        """The copy of this tie on `device`, made if there is none, for as long as somebody has not called `release`."""
+        with self._lock:
+            resident = self._resident(tie, device)
+            entry = self._copies.get((tie, device))
+            if entry is None:
+                entry = self._copies[tie, device] = [0, make() if resident is None else resident]
+            entry[0] += 1
+            return entry[1]
+
+    def release(self, tie: str, device: torch.device) -> None:
+        """One user less; the last one frees the copy."""
+        with self._lock:
+            entry = self._copies[tie, device]
+            entry[0] -= 1
+            if entry[0] == 0:
+                del self._copies[tie, device]
+
+    def _resident(self, tie: str, device: torch.device) -> Tensor | None:
+        reference = self._residents.get((tie, device))
+        tensor = None if reference is None else reference()
+        return tensor if tensor is not None and tensor.device == device else None
+
+    def _forget_copies(self) -> None:
+        self._copies: dict[tuple[str, torch.device], list[Any]] = {}
+        self._residents: dict[tuple[str, torch.device], weakref.ref[Tensor]] = {}
+        self._lock = threading.RLock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_tie": self._tie, "_placeholders": self._placeholders}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget_copies()

@@ -1,0 +1,48 @@
+"""Which names of a module stand for one tensor, found in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator
+
+from torch import Tensor, nn
+
+
+def tied_groups(module: nn.Module) -> list[list[str]]:
+    """The names, of parameters and buffers, that share one tensor: one list for each such tensor, in the module's order.
+
+    Two names share a tensor when they hold the same object, or views of the same memory with the same shape, strides and
+    dtype. A module registered under two names makes groups too. Linear in the number of names.
+    """
+    return group_by_tensor(every_tensor(module))
+
+
+def group_by_tensor(named: Iterable[tuple[str, Tensor]]) -> list[list[str]]:
+    """The groups among (name, tensor) pairs, as `tied_groups` gives them."""
+    groups: dict[Hashable, list[str]] = {}
+    for name, tensor in named:
+        groups.setdefault(_identity(tensor), []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
+
+
+def every_tensor(module: nn.Module, recurse: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of all parameters and buffers, tied ones under each of their names."""
+    owners = module.named_modules(remove_duplicate=False) if recurse else [("", module)]
+    for path, owner in owners:
+        prefix = f"{path}." if path else ""
+        for tensors in (owner._parameters, owner._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    yield prefix + name, tensor
+
+
+def _identity(tensor: Tensor) -> Hashable:
+    """Equal for the same object and for the same view of the same memory."""
+    if tensor.device.type == "meta" or tensor.numel() == 0:
+        return id(tensor)  # no memory
+    try:
+        address = tensor.data_ptr()
+    except (RuntimeError, NotImplementedError):  # fake, sparse, opaque tensors
+        return id(tensor)
+    if address == 0:  # subclasses that wrap other tensors
+        return id(tensor)
+    return (tensor.device, address, tensor.dtype, tuple(tensor.shape), tensor.stride())

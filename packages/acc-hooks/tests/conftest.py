@@ -1,0 +1,140 @@
+"""What several tests need: small models, and hooks that write down what happens to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from acc_hooks import AlignDevicesHook, ModelHook, add_hook_to_module
+
+
+class Recorder(ModelHook):
+    """Writes its calls to a list that several can share."""
+
+    def __init__(self, name: str = "hook", calls: list[str] | None = None) -> None:
+        self.name = name
+        self.calls: list[str] = [] if calls is None else calls
+
+    def init_hook(self, module):
+        self.calls.append(f"{self.name}.init")
+        return module
+
+    def pre_forward(self, module, *args, **kwargs):
+        self.calls.append(f"{self.name}.pre")
+        return args, kwargs
+
+    def post_forward(self, module, output):
+        self.calls.append(f"{self.name}.post")
+        return output
+
+    def detach_hook(self, module):
+        self.calls.append(f"{self.name}.detach")
+        return module
+
+
+class Raising(nn.Module):
+    """A layer whose forward raises while `fails` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.full((4,), 2.0))
+        self.register_buffer("shift", torch.ones(4))
+        self.fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fails:
+            raise RuntimeError("forward failed")
+        return self.linear(x) * self.scale + self.shift
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is also the output layer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 6)
+        self.middle = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 10, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.middle(self.embed(ids)))
+
+
+class ReadOnly(Mapping):
+    """A weights map that makes a new tensor at each look, as one on disk does, and counts the looks."""
+
+    def __init__(self, state):
+        self._state = {name: value.detach().clone() for name, value in state.items()}
+        self.asked: list[str] = []
+
+    def __getitem__(self, name):
+        self.asked.append(name)
+        return self._state[name].clone()
+
+    def __iter__(self):
+        return iter(self._state)
+
+    def __len__(self):
+        return len(self._state)
+
+
+class Writable(ReadOnly):
+    def __setitem__(self, name, value):
+        self._state[name] = value.detach().clone()
+
+
+@pytest.fixture
+def read_only() -> type[ReadOnly]:
+    return ReadOnly
+
+
+@pytest.fixture
+def writable() -> type[Writable]:
+    return Writable
+
+
+@pytest.fixture
+def offload() -> Callable[..., nn.Module]:
+    """Attach a hook that offloads a module which runs on the CPU."""
+
+    def attach(module: nn.Module, **options: Any) -> nn.Module:
+        return add_hook_to_module(module, AlignDevicesHook(execution_device="cpu", offload=True, **options))
+
+    return attach
+
+
+@pytest.fixture
+def recorder() -> type[Recorder]:
+    return Recorder
+
+
+@pytest.fixture
+def raising() -> Raising:
+    torch.manual_seed(0)
+    return Raising()
+
+
+@pytest.fixture
+def tied() -> Tied:
+    torch.manual_seed(0)
+    return Tied()
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(2, 4, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def _no_leftover_forward() -> Any:
+    """Every test must end with this thread outside of any forward."""
+    yield
+    from acc_hooks import inputs
+
+    assert inputs._forward.copies is None

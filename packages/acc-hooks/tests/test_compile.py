@@ -1,0 +1,141 @@
+"""What torch.compile and torch.export make of hooked modules. No file of the package answers for this alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from acc_hooks import (
+    AlignDevicesHook,
+    LayerwiseCastingHook,
+    ModelHook,
+    SequentialHook,
+    add_hook_to_module,
+    attach_align_device_hook_on_blocks,
+    remove_hook_from_submodules,
+)
+
+
+class PreAndPost(ModelHook):
+    def pre_forward(self, module, x):
+        return (x + 1,), {}
+
+    def post_forward(self, module, output):
+        return output * 2
+
+
+HOOKS = {
+    "noop": ModelHook,
+    "align": lambda: AlignDevicesHook("cpu"),
+    "align_io": lambda: AlignDevicesHook("cpu", io_same_device=True),
+    "sequential": lambda: SequentialHook(ModelHook(), ModelHook()),
+    "two aligns": lambda: SequentialHook(
+        AlignDevicesHook("cpu"), AlignDevicesHook("cpu", io_same_device=True)
+    ),
+    "user": PreAndPost,
+    "casting": lambda: LayerwiseCastingHook(torch.bfloat16, torch.float32, False),
+}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def stack() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]).requires_grad_(False)
+
+
+def counting_compile(model: nn.Module) -> tuple[nn.Module, list[int]]:
+    runs: list[int] = []
+
+    def backend(graph, inputs):
+        runs.append(0)
+        this = len(runs) - 1
+
+        def run(*args):
+            runs[this] += 1
+            return graph(*args)
+
+        return run
+
+    return torch.compile(model, backend=backend, fullgraph=True), runs
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_a_hook_with_nothing_to_fetch_compiles_to_one_graph(kind):
+    model = stack()
+    for layer in model:
+        add_hook_to_module(layer, HOOKS[kind]())
+    x = torch.ones(2, 4)
+    expected = model(x)
+    compiled, runs = counting_compile(model)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x), expected)
+    assert runs == [2]
+
+
+def test_a_model_dispatched_to_one_device_compiles_to_one_graph():
+    model = stack()
+    attach_align_device_hook_on_blocks(model, {"": "cpu"}, {"": False})
+    x = torch.ones(2, 4)
+    expected = model(x)
+    compiled, runs = counting_compile(model)
+    torch.testing.assert_close(compiled(x), expected)
+    assert runs == [1]
+
+
+def test_removing_a_hook_recompiles():
+    model = stack()
+    for layer in model:
+        add_hook_to_module(layer, PreAndPost())
+    x = torch.ones(2, 4)
+    compiled, _ = counting_compile(model)
+    compiled(x)
+    remove_hook_from_submodules(model)
+    torch.testing.assert_close(compiled(x), model(x))
+
+
+def test_many_hooked_classes_compiled_one_by_one_all_get_their_graph():
+    graphs = 0
+
+    def backend(graph, inputs):
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    for index in range(12):
+        kind = type(
+            f"Layer{index}", (nn.Linear,), {"forward": lambda self, x: nn.functional.linear(x, self.weight)}
+        )
+        layer = add_hook_to_module(kind(4, 4), AlignDevicesHook("cpu"))
+        torch.compile(layer, backend=backend, fullgraph=True)(torch.ones(1, 4))
+    assert graphs == 12
+
+
+def test_an_offloaded_layer_breaks_the_graph_and_computes_the_same():
+    model = stack()
+    x = torch.ones(2, 4)
+    expected = model(x)
+    attach_align_device_hook_on_blocks(
+        model,
+        {"0": "cpu", "1": "cpu", "2": "cpu", "3": "cpu"},
+        {"0": False, "1": True, "2": False, "3": False},
+    )
+    compiled = torch.compile(model, backend="eager")
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x), expected)
+    assert model[1].weight.is_meta
+
+
+def test_a_hooked_model_can_be_exported():
+    model = stack()
+    for layer in model:
+        add_hook_to_module(layer, AlignDevicesHook("cpu", io_same_device=True))
+    x = torch.ones(2, 4)
+    exported = torch.export.export(model, (x,))
+    torch.testing.assert_close(exported.module()(x), model(x))

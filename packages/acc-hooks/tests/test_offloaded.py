@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from acc_hooks import AlignDevicesHook, add_hook_to_module, offloaded
+from acc_hooks.offloaded import OffloadedTensors, differs
+from acc_hooks.resident import Residents
+
+CPU = torch.device("cpu")
+
+
+def test_holds_are_counted_and_the_last_one_lets_go():
+    layer = nn.Linear(2, 2)
+    weights = dict(layer.state_dict())
+    tensors = OffloadedTensors(Residents(), "net.layer")
+    tensors.take(layer, ["weight", "bias"], weights)
+    placeholder = layer.weight
+    assert placeholder.is_meta
+    tensors.hold(layer, weights, CPU)
+    tensors.hold(layer, weights, CPU)
+    assert tensors.device_in_use == CPU
+    tensors.let_go(layer, weights)
+    assert not layer.weight.is_meta
+    tensors.let_go(layer, weights)
+    assert layer.weight is placeholder
+    assert tensors.device_in_use is None
+
+
+def test_a_hold_by_hand_ends_with_the_next_forward():
+    layer = nn.Linear(2, 2)
+    weights = dict(layer.state_dict())
+    tensors = OffloadedTensors(Residents(), "")
+    tensors.take(layer, ["weight"], weights)
+    tensors.hold(layer, weights, CPU, counted=False)
+    tensors.hold(layer, weights, CPU)
+    tensors.let_go(layer, weights)
+    assert layer.weight.is_meta
+    tensors.let_go(layer, weights, counted=False)
+    assert layer.weight.is_meta
+
+
+def test_a_failure_while_offloading_leaves_the_module_whole(monkeypatch):
+    layer = nn.Linear(2, 2)
+    weight = layer.weight.detach().clone()
+    place, calls = offloaded.place, []
+
+    def fails_once(old, value, device, **options):
+        if device.type == "meta":
+            calls.append(1)
+            if len(calls) == 2:
+                raise MemoryError
+        return place(old, value, device, **options)
+
+    monkeypatch.setattr(offloaded, "place", fails_once)
+    with pytest.raises(MemoryError):
+        add_hook_to_module(layer, AlignDevicesHook("cpu", offload=True))
+    assert torch.equal(layer.weight, weight)
+    assert not layer.bias.is_meta
+    assert type(layer) is nn.Linear
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float8_e4m3fn, torch.int8, torch.bool, torch.complex64]
+)
+def test_tensors_differ_by_their_bytes(dtype):
+    one = torch.ones(2, 3).to(dtype)
+    assert not differs(one, one.clone())
+    assert differs(one, torch.zeros(2, 3).to(dtype))
+    assert not differs(one[:, :2], one[:, :2].clone())
+
+
+def test_nan_is_no_difference_and_an_empty_tensor_is_none():
+    nan = torch.tensor([float("nan"), 1.0])
+    assert not differs(nan, nan.clone())
+    assert not differs(torch.empty(0), torch.empty(0))
+    assert not differs(torch.tensor(1.0), torch.tensor(1.0))
+    assert differs(torch.tensor(1.0), torch.tensor(2.0))
