@@ -1,0 +1,126 @@
+"""How many bytes each device may take: what is free, what the user allows, what balances several devices."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from acc_bigmodel.atoms import group_atoms
+from acc_bigmodel.balance import balanced_loads, next_bytes
+from acc_bigmodel.measure import DtypeLike, take_inventory
+from acc_bigmodel.placement import CPU, DISK, Device
+from acc_ops.devices import device_count, memory_info, present_kind
+from acc_ops.units import convert_file_size_to_int
+
+logger = logging.getLogger(__name__)
+
+DeviceKey = int | str | torch.device
+MaxMemory = Mapping[Any, int | str]  # the keys are devices in any form
+
+_SINGLE_DEVICE_SHARE = 0.9  # one device computes too: leave it room for activations
+_AFTER_ACCELERATORS = ("mps", CPU, DISK)
+
+
+def get_max_memory(max_memory: MaxMemory | None = None) -> dict[Device, int]:
+    """The bytes that each device may take: accelerators by index in order, then "mps", "cpu", "disk".
+
+    Without an argument, what is free now. With one, a new dict with sizes such as "10GiB" in bytes and devices in any
+    form (0, "cuda:0", torch.device("cuda", 0)) as index. A device that this machine does not have is only warned about:
+    plans are made for other machines too. Raises ValueError for a key that is no device.
+    """
+    if max_memory is None:
+        return _free_memory()
+    budgets: dict[Device, int] = {}
+    for key, size in max_memory.items():
+        device = device_key(key)
+        if device in budgets:
+            raise ValueError(f"max_memory gives {device!r} two budgets: {list(max_memory)!r}")
+        budgets[device] = convert_file_size_to_int(size)
+    kind = present_kind()
+    there = 0 if kind in (CPU, "mps") else device_count(kind)
+    missing = [device for device in budgets if isinstance(device, int) and device >= there]
+    if missing:
+        logger.warning(
+            "max_memory names the devices %s, but this machine has %d: the plan is for another one.",
+            missing,
+            there,
+        )
+    return dict(sorted(budgets.items(), key=lambda item: _rank(item[0])))
+
+
+def get_balanced_memory(
+    model: nn.Module,
+    max_memory: MaxMemory | None = None,
+    no_split_module_classes: str | Sequence[str] | None = None,
+    dtype: DtypeLike | None = None,
+    special_dtypes: Mapping[str, DtypeLike] | None = None,
+    low_zero: bool = False,
+) -> dict[Device, int]:
+    """Budgets under which `infer_auto_device_map` fills the accelerators evenly; never above what was given.
+
+    The fullest one is as empty as the layers allow. The last keeps its whole budget, for whatever the model needs beside
+    this. `low_zero` leaves on the first only what the others cannot hold. Without a `max_memory` of the user, a single
+    accelerator gets 90 % of what is free. A model that does not fit on the accelerators leaves the budgets as they are.
+    """
+    budgets = get_max_memory(max_memory)
+    used = [device for device, budget in budgets.items() if device not in (CPU, DISK) and budget > 0]
+    if not used:
+        return budgets
+    if len(used) == 1:
+        share = _SINGLE_DEVICE_SHARE if max_memory is None else 1
+        return {**budgets, used[0]: int(budgets[used[0]] * share)}
+    inventory = take_inventory(model, dtype, special_dtypes, no_split_module_classes)
+    atoms = group_atoms(inventory.sizes, inventory.ties, inventory.blocks)
+    loads = balanced_loads(atoms, [budgets[device] for device in used], low_zero=low_zero)
+    if loads is None:
+        return budgets
+    placed = 0
+    for device, load in zip(used[:-1], loads, strict=False):
+        placed += load
+        # half of the next layer is slack: it changes no plan, and forgives small differences of size
+        slack = next_bytes(atoms, placed) // 2 if load else 0
+        budgets[device] = min(budgets[device], load + slack)
+    return budgets
+
+
+def device_key(device: DeviceKey) -> Device:
+    """The form in which budgets and device maps name a device: an accelerator's index, "mps", "cpu" or "disk".
+
+    Raises ValueError for anything that is no device.
+    """
+    if device in _AFTER_ACCELERATORS:
+        return str(device)
+    if isinstance(device, int) and not isinstance(device, bool) and device >= 0:
+        return device
+    if isinstance(device, str) and device.isdecimal():
+        return int(device)
+    if isinstance(device, (str, torch.device)):
+        try:
+            parsed = torch.device(device)
+        except RuntimeError as error:
+            raise ValueError(
+                f"{device!r} is no device; use an index, 'cuda:0', 'mps', 'cpu' or 'disk'"
+            ) from error
+        return parsed.type if parsed.type in ("mps", CPU, "meta") else parsed.index or 0
+    raise ValueError(f"{device!r} is no device; use an index, 'cuda:0', 'mps', 'cpu' or 'disk'")
+
+
+def _free_memory() -> dict[Device, int]:
+    kind = present_kind()
+    budgets: dict[Device, int] = {}
+    if kind == "mps":
+        budgets["mps"] = memory_info("mps").free_bytes
+        return budgets  # the CPU's memory is the same memory
+    if kind != CPU:
+        for index in range(device_count(kind)):
+            budgets[index] = memory_info(torch.device(kind, index)).free_bytes
+    budgets[CPU] = memory_info(CPU).free_bytes
+    return budgets
+
+
+def _rank(device: Device) -> tuple[int, int]:
+    return (0, device) if isinstance(device, int) else (1, _AFTER_ACCELERATORS.index(device))

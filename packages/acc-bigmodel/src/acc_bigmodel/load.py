@@ -1,0 +1,239 @@
+"""Checkpoints into models: every tensor straight to its place, and a report of what was loaded and what was not.
+
+[Note: the ways of one tensor]
+    to a device                 read and put there
+    to the CPU                  mapped: the parameter is a view of the file, until somebody writes to it
+    into a real tensor          copied into it, so that the parameter stays the same object
+    to the disk                 left where it is when it is a safetensors slice of the right dtype; else written, converted,
+                                to `offloaded.safetensors` in the offload folder. The parameter is then on meta.
+Everything is checked before the first tensor is touched.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from acc_bigmodel import device_map as device_maps
+from acc_bigmodel import dispatch as dispatching
+from acc_bigmodel.apply import apply_steps
+from acc_bigmodel.budget import DeviceKey, MaxMemory, device_key, get_balanced_memory
+from acc_bigmodel.checkpoint_files import open_store
+from acc_bigmodel.device_map import expand_device_map, infer_auto_device_map, state_names
+from acc_bigmodel.load_plan import CheckpointMismatch, LoadReport, LoadWishes, plan_load
+from acc_bigmodel.placement import CPU, DISK
+from acc_bigmodel.stores.safetensors import SafetensorsStore, check_format
+from acc_bigmodel.stores.torch_file import read_torch_file
+from acc_ops.devices import canonical_device
+from acc_ops.modules import model_has_dtensor
+from acc_ops.optional import require
+from acc_ops.world import current_world
+
+logger = logging.getLogger(__name__)
+
+_AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+def load_state_dict(
+    checkpoint_file: str | os.PathLike[str], device_map: Mapping[str, DeviceKey] | None = None
+) -> dict[str, Any]:
+    """The contents of one weights file; `device_map` sends the tensors of a safetensors file to their devices.
+
+    On the CPU, where everything unlisted or meant for the disk stays, tensors are mapped. Other files are read by
+    torch.load with `weights_only=True`. Raises ValueError for a damaged file or weights of TensorFlow or Flax, OSError
+    for a safetensors file of an unknown format.
+    """
+    file = os.fspath(checkpoint_file)
+    if not file.endswith(".safetensors"):
+        content: dict[str, Any] = read_torch_file(file)
+        return content
+    store = SafetensorsStore(file)
+    if not check_format(store):
+        logger.warning("%s does not say for which framework it was written: taking it for torch's.", file)
+    if not device_map:
+        return {name: store[name] for name in store}
+    homes = expand_device_map({"": CPU, **device_map}, store)
+    devices = {
+        home: torch.device(CPU) if home == DISK else canonical_device(home) for home in set(homes.values())
+    }
+    return {name: store[name].to(devices[homes[name]]) for name in store}
+
+
+def load_checkpoint_in_model(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    device_map: Mapping[str, DeviceKey] | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool = False,
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: Sequence[str] | None = None,
+    offload_8bit_bnb: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> LoadReport:
+    """Load a checkpoint (a file, an index, a folder, a hub id) into `model`, each tensor on its device.
+
+    Floating tensors take `dtype`, or the dtype the model has; with float16, names in `keep_in_fp32_modules` stay float32.
+    Without a `device_map` tensors stay where the model has them, and come to the CPU from meta. Names in the checkpoint
+    and in the model that have no counterpart are in the report and in a warning, or an error with `strict`. Buffers of
+    offloaded modules stay in memory unless `offload_buffers`. For a model of sharded tensors, `full_state_dict` and
+    `broadcast_from_rank0` are those of torch.distributed.checkpoint; in the latter case other ranks read nothing.
+    `offload_state_dict` has no effect: mapped weights need no temporary folder.
+
+    Raises ValueError when there is nothing usable, a file is damaged, shapes differ, a tensor has no device, or something
+    goes to the disk without an `offload_folder`. The model is then as it was.
+    """
+    if offload_state_dict:
+        logger.info("offload_state_dict has no effect: weights are mapped, not held in memory while loading.")
+    _refuse_8bit(offload_8bit_bnb)
+    devices = {} if device_map is None else {key: device_key(device) for key, device in device_map.items()}
+    if DISK in devices.values() and offload_folder is None:
+        raise ValueError("the device map sends modules to the disk: give an offload_folder for them")
+    if device_map is None and (broadcast_from_rank0 or model_has_dtensor(model)):
+        return _load_distributed(model, checkpoint, strict, full_state_dict, broadcast_from_rank0)
+    wishes = LoadWishes(
+        dtype=dtype,
+        keep_in_fp32=tuple(keep_in_fp32_modules or ()),
+        offload_buffers=offload_buffers,
+        offload_folder=offload_folder,
+    )
+    return _load(model, checkpoint, devices if device_map is not None else None, wishes, strict)
+
+
+def load_checkpoint_and_dispatch(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    device_map: str | Mapping[str, DeviceKey] | None = None,
+    max_memory: MaxMemory | None = None,
+    no_split_module_classes: str | Sequence[str] | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    offload_buffers: bool = False,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool | None = None,
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: list[str] | None = None,
+    force_hooks: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> nn.Module:
+    """Load a checkpoint into `model` and give it the hooks with which it runs where its parts are; returns the model.
+
+    `device_map` may be made here: "auto" and "balanced" fill accelerators evenly, "balanced_low_0" leaves the first one
+    as empty as can be, "sequential" fills one after the other, all within `max_memory`. Without a map the weights are
+    only loaded. Weights for the disk that are in a safetensors file of the right dtype are used in place, without an
+    `offload_folder`. Other parameters as for `load_checkpoint_in_model` and `dispatch_model`.
+
+    Raises ValueError for an unknown name of a map, and what those two raise.
+    """
+    if isinstance(device_map, str):
+        device_map = _automatic_map(
+            model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers
+        )
+    if device_map is None:
+        load_checkpoint_in_model(
+            model,
+            checkpoint,
+            dtype=dtype,
+            strict=strict,
+            full_state_dict=full_state_dict,
+            broadcast_from_rank0=broadcast_from_rank0,
+        )
+        return model
+    if offload_state_dict:
+        logger.info("offload_state_dict has no effect: weights are mapped, not held in memory while loading.")
+    device_maps.check_device_map(model, device_map)
+    wishes = LoadWishes(dtype=dtype, offload_buffers=offload_buffers, offload_folder=offload_folder)
+    devices = {key: device_key(device) for key, device in device_map.items()}
+    report = _load(model, checkpoint, devices, wishes, strict)
+    return dispatching.dispatch_model(
+        model,
+        device_map=device_map,
+        offload_dir=offload_folder,
+        offload_index=report.index or None,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        force_hooks=force_hooks,
+    )
+
+
+def _load(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    devices: Mapping[str, DeviceKey] | None,
+    wishes: LoadWishes,
+    strict: bool,
+) -> LoadReport:
+    store = open_store(checkpoint)
+    homes = None if devices is None else expand_device_map(devices, state_names(model))
+    steps, report = plan_load(model, store, homes, wishes)
+    if strict and (report.missing or report.unexpected):
+        raise CheckpointMismatch(f"{os.fspath(checkpoint)} does not fit the model: {report.complaint()}")
+    report = apply_steps(model, store, steps, report, wishes)
+    if report.missing or report.unexpected:
+        logger.warning("loaded %s with differences: %s", os.fspath(checkpoint), report.complaint())
+    return report
+
+
+def _automatic_map(
+    model: nn.Module,
+    kind: str,
+    max_memory: MaxMemory | None,
+    no_split_module_classes: str | Sequence[str] | None,
+    dtype: str | torch.dtype | None,
+    offload_buffers: bool,
+) -> Mapping[str, DeviceKey]:
+    if kind not in _AUTOMATIC:
+        raise ValueError(f"device_map must be a mapping or one of {', '.join(_AUTOMATIC)}; got {kind!r}")
+    if kind != "sequential":
+        max_memory = get_balanced_memory(
+            model,
+            max_memory,
+            no_split_module_classes=no_split_module_classes,
+            dtype=dtype,
+            low_zero=kind == "balanced_low_0",
+        )
+    return infer_auto_device_map(
+        model,
+        max_memory,
+        no_split_module_classes=no_split_module_classes,
+        dtype=dtype,
+        offload_buffers=offload_buffers,
+    )
+
+
+def _load_distributed(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    strict: bool,
+    full_state_dict: bool,
+    broadcast_from_rank0: bool,
+) -> LoadReport:
+    reads = not broadcast_from_rank0 or current_world().is_main
+    state = dict(open_store(checkpoint)) if reads else {}
+    known = set(state_names(model))
+    checkpointing = require("torch.distributed.checkpoint.state_dict", "loading into a sharded model")
+    options = checkpointing.StateDictOptions(
+        full_state_dict=full_state_dict, strict=strict, broadcast_from_rank0=broadcast_from_rank0
+    )
+    checkpointing.set_model_state_dict(model, state, options=options)
+    return LoadReport(
+        loaded=dict.fromkeys(name for name in known if name in state or not reads),
+        missing=tuple(sorted(known - state.keys())) if reads else (),
+        unexpected=tuple(sorted(state.keys() - known)),
+    )
+
+
+def _refuse_8bit(offload_8bit_bnb: bool) -> None:
+    if offload_8bit_bnb:
+        raise ValueError(
+            "offload_8bit_bnb=True is not built yet: load the 8-bit model without offloading it, or offload it unquantised"
+        )

@@ -1,0 +1,186 @@
+"""What loading a checkpoint will do to each tensor of a model, decided and checked before anything is touched."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from acc_bigmodel.device_map import state_names
+from acc_bigmodel.placement import CPU, DISK, Device
+from acc_bigmodel.stores.dtypes import dtype_named
+from acc_bigmodel.stores.store import WeightStore
+from acc_hooks.tensors import is_plain
+from acc_hooks.ties import every_tensor, tied_groups
+from acc_ops.options import closest
+
+
+class CheckpointMismatch(ValueError, RuntimeError):
+    """A checkpoint and a model do not fit; the message names the tensors."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadWishes:
+    """How the user wants a checkpoint to be loaded."""
+
+    dtype: str | torch.dtype | None = None
+    keep_in_fp32: tuple[str, ...] = ()
+    offload_buffers: bool = False
+    offload_folder: str | os.PathLike[str] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One tensor to load: under which name it is stored, where it goes (None: where it is), and in which dtype."""
+
+    name: str
+    source: str
+    home: Device | None
+    dtype: torch.dtype
+    shared_with: str | None = None  # the name of another step, whose tensor this name gets
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadReport:
+    """What a load did.
+
+    `loaded` has every name with its device (None: it stayed where the model had it); `missing` are names of the model
+    that the checkpoint lacks, `unexpected` the other way round; `cast` changed their dtype; `tied` came under another name
+    of the same tensor. `index` says where on the disk the rest is, of which `written_bytes` had to be written.
+    """
+
+    loaded: dict[str, Device | None]
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    cast: tuple[str, ...] = ()
+    tied: tuple[str, ...] = ()
+    index: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    written_bytes: int = 0
+
+    def complaint(self) -> str:
+        """The names that have no counterpart, with the closest ones, in one sentence each."""
+        lines = []
+        if self.missing:
+            lines.append(f"it lacks {_named(self.missing, self.unexpected)}")
+        if self.unexpected:
+            lines.append(f"the model has no {_named(self.unexpected, self.missing)}")
+        return "; ".join(lines)
+
+
+def plan_load(
+    model: nn.Module, store: WeightStore, homes: Mapping[str, Device] | None, wishes: LoadWishes
+) -> tuple[list[Step], LoadReport]:
+    """The steps that load `store` into `model`, and the report so far. Reads no tensor, changes nothing.
+
+    `homes` are the devices by tensor name; None leaves every tensor on its device. Raises CheckpointMismatch for shapes
+    and kinds of numbers that do not fit, naming every such tensor.
+    """
+    tensors = dict(every_tensor(model))
+    names = state_names(model)
+    buffers = _buffer_names(model)
+    wanted = None if wishes.dtype is None else dtype_named(wishes.dtype)
+    group_of = {name: group for group in tied_groups(model) for name in group}
+    steps: list[Step] = []
+    missing, tied, cast, wrong = [], [], [], []
+    for name in names:
+        group = group_of.get(name, [name])
+        source = name if name in store else next((other for other in group if other in store), None)
+        if source is None:
+            missing.append(name)
+            continue
+        tensor = tensors[name]
+        problem = _problem(name, tensor, store, source)
+        if problem:
+            wrong.append(problem)
+            continue
+        home = None if homes is None else homes[name]
+        if home == DISK and name in buffers and not wishes.offload_buffers:
+            home = CPU
+        dtype = _dtype_for(name, tensor, store.dtype(source), wanted, wishes.keep_in_fp32)
+        steps.append(Step(name=name, source=source, home=home, dtype=dtype))
+        if source != name:
+            tied.append(name)
+        if dtype != store.dtype(source):
+            cast.append(name)
+    if wrong:
+        raise CheckpointMismatch("the checkpoint does not fit the model: " + "; ".join(wrong[:10]))
+    steps = _shared(steps, group_of)
+    known = set(names)
+    report = LoadReport(
+        loaded={step.name: step.home for step in steps},
+        missing=tuple(missing),
+        unexpected=tuple(name for name in store if name not in known),
+        cast=tuple(cast),
+        tied=tuple(tied),
+    )
+    return steps, report
+
+
+def _shared(steps: list[Step], group_of: Mapping[str, list[str]]) -> list[Step]:
+    """Let tied names on one device share a tensor, and a name on the disk the tensor that is in memory anyway."""
+    first: dict[tuple[str, Device | None], str] = {}
+    in_memory: dict[str, str] = {}
+    for step in steps:
+        tie = group_of.get(step.name, [step.name])[0]
+        first.setdefault((tie, step.home), step.name)
+        if step.home != DISK:
+            in_memory.setdefault(tie, step.name)
+    result = []
+    for step in steps:
+        tie = group_of.get(step.name, [step.name])[0]
+        leader = first[tie, step.home]
+        if step.home == DISK:
+            leader = in_memory.get(tie, leader)
+        result.append(step if leader == step.name else replace(step, shared_with=leader))
+    return result
+
+
+def _problem(name: str, tensor: torch.Tensor, store: WeightStore, source: str) -> str | None:
+    shape, dtype = store.shape(source), store.dtype(source)
+    if shape != tensor.shape and type(tensor).__name__ != "Params4bit":
+        return (
+            f"{name!r} has the shape {tuple(shape)} in the checkpoint and {tuple(tensor.shape)} in the model"
+        )
+    if is_plain(tensor) and _is_floating(dtype) and not _is_floating(tensor.dtype):
+        return f"{name!r} is {dtype} in the checkpoint and {tensor.dtype} in the model"
+    return None
+
+
+def _dtype_for(
+    name: str,
+    tensor: torch.Tensor,
+    stored: torch.dtype,
+    wanted: torch.dtype | None,
+    keep_in_fp32: tuple[str, ...],
+) -> torch.dtype:
+    if not is_plain(tensor):
+        return stored  # its class converts
+    if not _is_floating(stored):
+        return stored if wanted is not None else tensor.dtype
+    if wanted is None or stored.is_complex:
+        return tensor.dtype
+    if wanted == torch.float16 and any(
+        part in f".{name}." for part in (f".{kept}." for kept in keep_in_fp32)
+    ):
+        return torch.float32
+    return wanted
+
+
+def _is_floating(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _buffer_names(model: nn.Module) -> set[str]:
+    return {name for name, _ in model.named_buffers(remove_duplicate=False)}
+
+
+def _named(names: tuple[str, ...], candidates: tuple[str, ...]) -> str:
+    shown = []
+    for name in names[:5]:
+        near = closest(name, candidates)
+        shown.append(f"{name!r}" + (f" (is {near!r} meant?)" if near else ""))
+    return ", ".join(shown) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,0 +1,190 @@
+"""A placement as an SVG picture: the model in its order, then one bar for every device. Imports no torch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from xml.sax.saxutils import escape
+
+from acc_bigmodel.text import in_units
+
+if TYPE_CHECKING:
+    from acc_bigmodel.placement import Device, Placement
+
+# colours that stay apart for colour-blind readers (Okabe and Ito); each with a text colour that can be read on it
+_ACCELERATORS = (("#0072b2", "#fff"), ("#56b4e9", "#000"), ("#009e73", "#fff"), ("#cc79a7", "#000"))
+_CPU, _DISK = ("#e69f00", "#000"), ("#9a9a9a", "#000")
+
+_WIDTH, _LEFT, _BAR, _ROW, _BAR_HEIGHT = 960, 120, 600, 64, 34
+_CHARACTER = 6.4  # average width at the label's size
+_MOST_PARTS = 400  # more separate rectangles than this say no more than runs do
+
+
+def draw(placement: Placement, title: str = "") -> str:
+    """The SVG text of `placement`; the same placement gives the same text."""
+    colours = _colours(placement)
+    devices = list(placement.budgets)
+    total = sum(placement.atoms.nbytes)
+    height = 150 + _ROW * len(devices) + (26 if placement.reserve_bytes else 0)
+    heading = title or f"Where {in_units(total)} of weights are"
+    body = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
+        'font-family="Helvetica, Arial, sans-serif" font-size="12">',
+        f"<title>{escape(heading)}</title>",
+        _HATCH,
+        f'<rect width="{_WIDTH}" height="{height}" fill="#fff"/>',
+        f'<text x="24" y="32" font-size="17" font-weight="bold" fill="#222">{escape(heading)}</text>',
+        *_model_strip(placement, colours, total),
+    ]
+    scale = _scale(placement)
+    for row, device in enumerate(devices):
+        body += _device_row(placement, device, colours[device], 134 + row * _ROW, scale)
+    if placement.reserve_bytes:
+        y = 134 + len(devices) * _ROW + 6
+        body.append(
+            f'<rect x="{_LEFT}" y="{y - 10}" width="14" height="12" fill="url(#hatch)" stroke="#555"/>'
+            f'<text x="{_LEFT + 22}" y="{y}" fill="#222">{in_units(placement.reserve_bytes)} kept free on '
+            f"{escape(str(placement.main))} for what is streamed there</text>"
+        )
+    return "\n".join([*body, "</svg>"]) + "\n"
+
+
+_HATCH = (
+    '<defs><pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    '<rect width="6" height="6" fill="#fff"/><rect width="2" height="6" fill="#888"/></pattern></defs>'
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """Neighbouring atoms drawn as one rectangle."""
+
+    first: str
+    last: str
+    nbytes: int
+    home: Device
+
+    @property
+    def name(self) -> str:
+        return self.first if self.first == self.last else f"{self.first} … {self.last}"
+
+
+def _model_strip(placement: Placement, colours: dict[Device, tuple[str, str]], total: int) -> list[str]:
+    lines = ['<text x="24" y="77" fill="#222">in model order</text>']
+    x = float(_LEFT)
+    for part in _runs(placement, range(len(placement.atoms))):
+        width = part.nbytes / max(total, 1) * _BAR
+        lines += _rectangle(part, x, 56, width, 30, colours[part.home], _named(part.home))
+        x += width
+    return lines
+
+
+def _device_row(
+    placement: Placement, device: Device, colour: tuple[str, str], y: int, scale: float
+) -> list[str]:
+    mine = placement.numbers_on(device)
+    budget, used = placement.budgets[device], placement.used_bytes[device]
+    shown = used if budget is None else budget
+    outline = min(shown * scale, float(_BAR))
+    of_budget = ", no limit" if budget is None else f" of {in_units(budget)}"
+    count = f"{len(mine)} piece{'s' if len(mine) != 1 else ''}"
+    streamed = ", streamed" if placement.streams(device) and mine else ""
+    lines = [
+        f'<text x="24" y="{y + 22}" font-size="14" font-weight="bold" fill="#222">{escape(_named(device))}</text>',
+        f'<rect x="{_LEFT}" y="{y}" width="{outline:.1f}" height="{_BAR_HEIGHT}" fill="#f4f4f4" stroke="#555"/>',
+    ]
+    if device == placement.main and placement.reserve_bytes:
+        width = min(placement.reserve_bytes * scale, outline)
+        lines.append(
+            f'<rect x="{_LEFT + outline - width:.1f}" y="{y}" width="{width:.1f}" height="{_BAR_HEIGHT}" '
+            'fill="url(#hatch)" stroke="#555"/>'
+        )
+    x = float(_LEFT)
+    for part in _parts(placement, mine):
+        width = part.nbytes * scale
+        lines += _rectangle(part, x, y, width, _BAR_HEIGHT, colour, part.name)
+        x += width
+    if shown * scale > _BAR:  # the budget is far larger than anything in it
+        lines.append(
+            f'<text x="{_LEFT + _BAR - 18}" y="{y + 22}" font-size="14" fill="#555" text-anchor="end">…</text>'
+        )
+    lines.append(
+        f'<text x="{_LEFT + _BAR + 16}" y="{y + 15}" fill="#222">{in_units(used)}{of_budget}</text>'
+        f'<text x="{_LEFT + _BAR + 16}" y="{y + 31}" fill="#555">{count}{streamed}</text>'
+    )
+    return lines
+
+
+def _rectangle(
+    part: _Part, x: float, y: int, width: float, height: int, colour: tuple[str, str], label: str
+) -> list[str]:
+    fill, ink = colour
+    edge = ' stroke="#fff" stroke-width="1"' if width > 4 else ""
+    lines = [
+        f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{height}" fill="{fill}"{edge}>'
+        f"<title>{escape(part.name)}: {in_units(part.nbytes)} on {escape(str(part.home))}</title></rect>"
+    ]
+    text = _fitting(label, width - 8)
+    if text:
+        lines.append(
+            f'<text x="{x + width / 2:.1f}" y="{y + height / 2 + 4:.1f}" fill="{ink}" text-anchor="middle" '
+            f'pointer-events="none">{escape(text)}</text>'
+        )
+    return lines
+
+
+def _fitting(label: str, width: float) -> str:
+    """The label, its last part, or nothing: whichever fits."""
+    parts = label.split(".")
+    for text in (label, ".".join(parts[-2:]), parts[-1]):
+        if len(text) * _CHARACTER <= width:
+            return text
+    return ""
+
+
+def _parts(placement: Placement, numbers: Sequence[int]) -> Iterable[_Part]:
+    if len(numbers) > _MOST_PARTS:
+        return _runs(placement, numbers)
+    return [_part(placement, [number]) for number in numbers]
+
+
+def _runs(placement: Placement, numbers: Sequence[int]) -> Iterable[_Part]:
+    for _, group in itertools.groupby(numbers, key=placement.homes.__getitem__):
+        yield _part(placement, list(group))
+
+
+def _part(placement: Placement, numbers: Sequence[int]) -> _Part:
+    atoms = placement.atoms
+    return _Part(
+        first=atoms.name(numbers[0]),
+        last=atoms.name(numbers[-1]),
+        nbytes=sum(atoms.nbytes[number] for number in numbers),
+        home=placement.homes[numbers[0]],
+    )
+
+
+def _scale(placement: Placement) -> float:
+    """Pixels a byte: the same for all bars, and such that the fullest one is well visible."""
+    most_used = max([*placement.used_bytes.values(), 1])
+    widest = max(
+        used if budget is None else min(max(budget, used), 1.5 * most_used)
+        for used, budget in (
+            (placement.used_bytes[device], budget) for device, budget in placement.budgets.items()
+        )
+    )
+    return _BAR / max(widest, 1)
+
+
+def _named(device: Device) -> str:
+    return f"device {device}" if isinstance(device, int) else device
+
+
+def _colours(placement: Placement) -> dict[Device, tuple[str, str]]:
+    special = {"cpu": _CPU, "disk": _DISK}
+    accelerators = itertools.cycle(_ACCELERATORS)
+    return {
+        device: special[str(device)] if str(device) in special else next(accelerators)
+        for device in placement.budgets
+    }

@@ -1,0 +1,227 @@
+"""Weights to files: whole or in shards, readable by everybody, with nothing stale left beside them.
+
+[Note: how a save survives a kill]
+Every file is first written and synced in `.NAME.writing/`. Only then they are renamed into place, an index last, and the
+files of an earlier save of the same name go. Shards that replace shards of the same names first take the old index away:
+a kill in that moment leaves a folder that refuses to load, never a mixture.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from acc_bigmodel.checkpoint_files import (
+    COMMITTING,
+    INDEX,
+    SAFETENSORS,
+    TORCH,
+    find_weights,
+    open_files,
+    shard_name,
+    shards_in,
+    staging_name,
+    stem_of,
+)
+from acc_bigmodel.stores.safetensors import Entry, write_safetensors
+from acc_bigmodel.stores.store import WeightStore
+from acc_ops.units import convert_file_size_to_int
+
+
+def save_weights(
+    state: Mapping[str, torch.Tensor],
+    folder: str | os.PathLike[str],
+    name: str,
+    max_shard_size: int | str | None = None,
+    safe: bool = True,
+) -> list[str]:
+    """Write `state` as `NAME.safetensors` (or, with `safe=False`, by torch.save); returns the names of the files.
+
+    More than `max_shard_size` (bytes, or "10GB") makes shards `NAME-00001-of-0000N` and an index, which comes last. Names
+    that share one tensor share it in the file too. Other files of an earlier save of the same name, in either format, are
+    removed; nothing else is touched. One tensor at a time is in memory when `state` is a `WeightStore`.
+
+    Raises RuntimeError for a tensor on the meta device, TypeError for an entry that is no tensor, NotADirectoryError when
+    `folder` is a file.
+    """
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"{folder} is a file; weights are saved into a folder")
+    if not name or Path(name).name != name:
+        raise ValueError(f"the name of the weights must be a plain file name, got {name!r}")
+    items = _checked(state)
+    limit = None if max_shard_size is None else convert_file_size_to_int(max_shard_size)
+    shards = _split(items, limit)
+    stem, kind = stem_of(name, safe), SAFETENSORS if safe else TORCH
+    files = [
+        f"{stem}{kind}" if len(shards) == 1 else shard_name(stem, i, len(shards), kind)
+        for i in range(1, len(shards) + 1)
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    staging = folder / staging_name(stem)
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir()
+    try:
+        for file, shard in zip(files, shards, strict=True):
+            _write(staging / file, shard, state, safe)
+        index = _write_index(staging / f"{stem}{kind}{INDEX}", files, shards) if len(shards) > 1 else None
+        _commit(folder, staging, files, index)
+    except BaseException:
+        if not (
+            staging / COMMITTING
+        ).exists():  # else the marker must stay: the folder may hold a mixture of shards
+            shutil.rmtree(staging, ignore_errors=True)
+        raise
+    shutil.rmtree(staging)
+    written = files + ([index] if index else [])
+    _remove_stale(folder, name, set(written))
+    return written
+
+
+def load_weights(folder: str | os.PathLike[str], name: str) -> dict[str, torch.Tensor]:
+    """What `save_weights` wrote under `name`: every tensor by name, on the CPU, mapped from its file.
+
+    Names that shared a tensor when it was saved share one again. Raises FileNotFoundError when there is nothing of that
+    name, ValueError for a damaged file.
+    """
+    store = open_files(find_weights(folder, name))
+    shared: dict[str, torch.Tensor] = {}
+    state: dict[str, torch.Tensor] = {}
+    for key in store:
+        home = store.alias_of(key)
+        if home not in shared:
+            shared[home] = store[home]
+        state[key] = shared[home]
+    return state
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Item:
+    """One tensor to be saved, and the other names that share it."""
+
+    name: str
+    nbytes: int
+    entry: Entry
+    aliases: tuple[str, ...]
+
+
+def _checked(state: Mapping[str, torch.Tensor]) -> list[_Item]:
+    aliases: dict[str, list[str]] = {}
+    entries: dict[str, Entry] = {}
+    if isinstance(state, WeightStore):
+        for name in state:
+            home = state.alias_of(name)
+            aliases.setdefault(home, [])
+            if home != name:
+                aliases[home].append(name)
+                continue
+            entries[name] = Entry(shape=state.shape(name), dtype=state.dtype(name), read=_reader(state, name))
+    else:
+        first_with: dict[tuple[object, ...], str] = {}
+        for name, tensor in state.items():
+            identity = _identity(name, tensor)
+            home = first_with.setdefault(identity, name)
+            if home != name:
+                aliases[home].append(name)
+                continue
+            aliases[name] = []
+            entries[name] = Entry.of(tensor)
+    return [
+        _Item(name=name, nbytes=entry.nbytes, entry=entry, aliases=tuple(aliases[name]))
+        for name, entry in entries.items()
+    ]
+
+
+def _reader(store: WeightStore, name: str) -> Callable[[], torch.Tensor]:
+    return lambda: store[name]
+
+
+def _identity(name: str, tensor: object) -> tuple[object, ...]:
+    """Equal for names that hold the very same values in memory; checks the tensor on the way."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name!r} is a {type(tensor).__name__}, not a tensor; weights are names -> tensors")
+    if tensor.device.type == "meta":
+        raise RuntimeError(
+            f"{name!r} is on the meta device and has no values to save; load the weights first, or collect an offloaded "
+            "model with get_state_dict_offloaded_model"
+        )
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name!r} is a tensor of layout {tensor.layout}; save its to_dense()")
+    if tensor.numel() == 0:
+        return (id(tensor),)
+    return (tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
+def _split(items: list[_Item], limit: int | None) -> list[list[_Item]]:
+    """Shards of at most `limit` bytes, in order; a larger tensor has one of its own."""
+    shards: list[list[_Item]] = [[]]
+    used = 0
+    for item in items:
+        if limit is not None and shards[-1] and used + item.nbytes > limit:
+            shards.append([])
+            used = 0
+        shards[-1].append(item)
+        used += item.nbytes
+    return shards
+
+
+def _write(file: Path, shard: list[_Item], state: Mapping[str, torch.Tensor], safe: bool) -> None:
+    if safe:
+        shared = {alias: item.name for item in shard for alias in item.aliases}
+        write_safetensors(file, {item.name: item.entry for item in shard}, shared)
+        return
+    content: dict[str, torch.Tensor] = {}
+    for item in shard:
+        # a view would carry its whole storage into the file
+        tensor = item.entry.read().detach().to("cpu")
+        tensor = tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
+        content.update(dict.fromkeys((item.name, *item.aliases), tensor))
+    ordered = {name: content[name] for name in state if name in content}
+    with file.open("wb") as out:
+        torch.save(ordered, out)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _write_index(file: Path, files: list[str], shards: list[list[_Item]]) -> str:
+    weight_map = {}
+    for shard_file, shard in zip(files, shards, strict=True):
+        for item in shard:
+            names = (item.name,) if file.name.endswith(SAFETENSORS + INDEX) else (item.name, *item.aliases)
+            weight_map.update(dict.fromkeys(names, shard_file))
+    total = sum(item.nbytes for shard in shards for item in shard)
+    content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    with file.open("w", encoding="utf-8") as out:
+        out.write(json.dumps(content, indent=2) + "\n")
+        out.flush()
+        os.fsync(out.fileno())
+    return file.name
+
+
+def _commit(folder: Path, staging: Path, files: list[str], index: str | None) -> None:
+    if index is not None and any((folder / file).exists() for file in files):
+        (staging / COMMITTING).touch()
+        (folder / index).unlink(missing_ok=True)
+    for file in [*files, *([index] if index else [])]:
+        os.replace(staging / file, folder / file)
+    if os.name == "posix":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _remove_stale(folder: Path, name: str, written: set[str]) -> None:
+    for safe, kind in ((True, SAFETENSORS), (False, TORCH)):
+        stem = stem_of(name, safe)
+        earlier = [folder / f"{stem}{kind}{INDEX}", folder / f"{stem}{kind}", *shards_in(folder, stem, kind)]
+        for file in earlier:
+            if file.name not in written:
+                file.unlink(missing_ok=True)

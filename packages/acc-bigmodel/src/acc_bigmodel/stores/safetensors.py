@@ -1,0 +1,171 @@
+"""Safetensors files: read as mapped slices, written one tensor at a time."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from acc_bigmodel.stores.dtypes import dtype_of_safetensors, safetensors_name
+from acc_bigmodel.stores.store import FileSlice, WeightStore
+
+_ALIGNMENT_BYTES = 8
+
+
+class SafetensorsStore(WeightStore):
+    """One safetensors file, mapped: a tensor is a view of the file, whatever its size.
+
+    Names that the file's metadata calls the same tensor as a stored one (`{"head.weight": "embed.weight"}`, as shared
+    tensors are saved) are entries like any other. Raises FileNotFoundError, or ValueError for a file that is not whole.
+    """
+
+    def __init__(self, file: str | os.PathLike[str]) -> None:
+        self.file = os.path.abspath(os.fspath(file))
+        if not os.path.isfile(self.file):
+            raise FileNotFoundError(f"there is no weights file {self.file}")
+        try:
+            self._handle: Any = safe_open(self.file, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{self.file} is not a whole safetensors file: {error}") from error
+        names: list[str] = list(self._handle.keys())
+        self.metadata: dict[str, str] = dict(self._handle.metadata() or {})
+        self._home = dict(zip(names, names, strict=True))
+        for name, other in self.metadata.items():
+            if other in self._home and name not in self._home:
+                self._home[name] = other
+        self._layout: dict[str, tuple[torch.Size, torch.dtype]] = {}
+
+    def __repr__(self) -> str:
+        return f"SafetensorsStore({self.file!r})"
+
+    def __reduce__(self) -> tuple[Callable[[str], SafetensorsStore], tuple[str]]:
+        return SafetensorsStore, (self.file,)  # the open file stays behind, the path travels
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        home = self._home[name]
+        dtype_of_safetensors(self._handle.get_slice(home).get_dtype())
+        tensor: torch.Tensor = self._handle.get_tensor(home)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._home)
+
+    def __len__(self) -> int:
+        return len(self._home)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._home
+
+    def shape(self, name: str) -> torch.Size:
+        return self._layout_of(name)[0]
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._layout_of(name)[1]
+
+    def source(self, name: str) -> FileSlice | None:
+        return FileSlice(file=self.file, name=self._home[name], dtype=self.dtype(name))
+
+    def alias_of(self, name: str) -> str:
+        return self._home[name]
+
+    def _layout_of(self, name: str) -> tuple[torch.Size, torch.dtype]:
+        layout = self._layout.get(name)
+        if layout is None:
+            entry = self._handle.get_slice(self._home[name])
+            try:
+                layout = torch.Size(entry.get_shape()), dtype_of_safetensors(entry.get_dtype())
+            except ValueError as error:
+                raise ValueError(f"{name!r} in {self.file}: {error}") from error
+            self._layout[name] = layout
+        return layout
+
+
+def check_format(store: SafetensorsStore) -> bool:
+    """Whether the file says that it was written for torch; False when it says nothing.
+
+    Raises ValueError for weights of TensorFlow or Flax, whose layout differs, and OSError for an unknown format.
+    """
+    written_for = store.metadata.get("format")
+    if written_for in ("tf", "flax"):
+        raise ValueError(
+            f"{store.file} holds weights for {written_for!r}; convert them to torch's layout first"
+        )
+    if written_for not in (None, "pt"):
+        raise OSError(f"{store.file} says that its format is {written_for!r}; only 'pt' can be loaded")
+    return written_for is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One tensor to be written: its layout, and how to get it when its turn comes."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Entry:
+        """An entry for a tensor in memory."""
+        return cls(shape=tensor.shape, dtype=tensor.dtype, read=lambda: tensor)
+
+
+def write_safetensors(
+    file: str | os.PathLike[str], entries: Mapping[str, Entry], metadata: Mapping[str, str] | None = None
+) -> int:
+    """Write one safetensors file, holding one tensor at a time; returns its size in bytes.
+
+    The bytes are on the disk when this returns. The caller renames the file into place: a reader must never see a
+    half-written one. Raises ValueError for a dtype that the format cannot hold, before anything is written.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    # widest dtype first, so that every tensor starts at a multiple of its own item size
+    names = sorted(entries, key=lambda name: -entries[name].dtype.itemsize)
+    at = 0
+    for name in names:
+        entry = entries[name]
+        if name == "__metadata__":
+            raise ValueError("a tensor cannot be called '__metadata__' in a safetensors file; rename it")
+        try:
+            kind = safetensors_name(entry.dtype)
+        except ValueError as error:
+            raise ValueError(f"{name!r}: {error}") from error
+        header[name] = {"dtype": kind, "shape": list(entry.shape), "data_offsets": [at, at + entry.nbytes]}
+        at += entry.nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT_BYTES)
+    with Path(file).open("wb") as out:
+        out.write(len(text).to_bytes(8, "little"))
+        out.write(text)
+        for name in names:
+            _write_entry(out, name, entries[name])
+        out.flush()
+        os.fsync(out.fileno())
+    return 8 + len(text) + at
+
+
+def _write_entry(out: BinaryIO, name: str, entry: Entry) -> None:
+    tensor = entry.read().detach()
+    if tensor.shape != entry.shape or tensor.dtype != entry.dtype:
+        raise ValueError(
+            f"{name!r} was announced as {entry.dtype} {tuple(entry.shape)} but is {tensor.dtype} {tuple(tensor.shape)}"
+        )
+    write_bytes(out, tensor)
+
+
+def write_bytes(out: BinaryIO, tensor: torch.Tensor) -> None:
+    """Write the values of a tensor, in row order, without a second copy of them."""
+    tensor = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+    if tensor.numel():
+        out.write((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))

@@ -1,0 +1,131 @@
+"""A read-only mapping from tensor names to tensors that knows every shape, dtype and size without reading.
+
+[Note: where a weight can be]
+- in memory: `MemoryStore`
+- a slice of a safetensors file, mapped and never copied: `SafetensorsStore`
+- one raw file per tensor in an offload folder, or a safetensors slice its index points to: `OffloadedWeightsLoader`
+- in a file written by torch.save: `TorchFileStore`
+- spread over shards: `ChainedStore`
+A tensor read from a file is a private view of the mapped file: reading it costs no anonymous memory, and writing to it
+copies the touched pages, so that the file never changes.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from acc_bigmodel.stores.dtypes import name_of_dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileSlice:
+    """One tensor inside one safetensors file."""
+
+    file: str
+    name: str
+    dtype: torch.dtype
+
+    def index_entry(self) -> dict[str, Any]:
+        """How an offload index (index.json) refers to it."""
+        return {"safetensors_file": self.file, "weight_name": self.name, "dtype": name_of_dtype(self.dtype)}
+
+
+class WeightStore(Mapping[str, torch.Tensor]):
+    """A lazy `Mapping[str, Tensor]`: `store[name]` reads (or maps) one tensor, the methods below read none.
+
+    Every method raises KeyError for a name that the store does not hold.
+    """
+
+    @abstractmethod
+    def shape(self, name: str) -> torch.Size:
+        """The shape of one tensor."""
+
+    @abstractmethod
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of one tensor, as it is stored."""
+
+    def nbytes(self, name: str) -> int:
+        """The bytes of one tensor, as it is stored."""
+        return math.prod(self.shape(name)) * self.dtype(name).itemsize
+
+    def source(self, name: str) -> FileSlice | None:  # noqa: ARG002
+        """The safetensors slice that holds the tensor; None when it is anywhere else."""
+        return None
+
+    def alias_of(self, name: str) -> str:
+        """The name under which the same stored tensor was saved first; `name` itself when it shares with none."""
+        return name
+
+
+class MemoryStore(WeightStore):
+    """Tensors that are in memory already."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.tensors
+
+    def shape(self, name: str) -> torch.Size:
+        return self.tensors[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.tensors[name].dtype
+
+
+class ChainedStore(WeightStore):
+    """Several stores read as one.
+
+    `homes` says which store to ask for which name (an index does); without it every name of every store counts, and a
+    name in two of them is a ValueError.
+    """
+
+    def __init__(self, stores: Sequence[WeightStore], homes: Mapping[str, WeightStore] | None = None) -> None:
+        self.stores = tuple(stores)
+        self._home: dict[str, WeightStore] = dict(homes or {})
+        if homes is not None:
+            return
+        for store in self.stores:
+            for name in store:
+                other = self._home.setdefault(name, store)
+                if other is not store:
+                    raise ValueError(f"{name!r} is in two files of one checkpoint: {other!r} and {store!r}")
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._home[name][name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._home)
+
+    def __len__(self) -> int:
+        return len(self._home)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._home
+
+    def shape(self, name: str) -> torch.Size:
+        return self._home[name].shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._home[name].dtype(name)
+
+    def source(self, name: str) -> FileSlice | None:
+        return self._home[name].source(name)
+
+    def alias_of(self, name: str) -> str:
+        return self._home[name].alias_of(name)

@@ -1,0 +1,126 @@
+"""Offloaded weights and their index."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+
+from acc_bigmodel import OffloadedWeightsLoader, offload_state_dict
+from acc_bigmodel.stores.safetensors import Entry, write_safetensors
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    offload_state_dict(tmp_path / "off", {"a": torch.arange(4.0), "b": torch.ones(2, dtype=torch.bfloat16)})
+    return tmp_path / "off"
+
+
+def test_nothing_to_load_from_is_an_error() -> None:
+    with pytest.raises(ValueError, match="give a state_dict, a save_folder or an index"):
+        OffloadedWeightsLoader()
+
+
+def test_memory_goes_before_the_disk_and_attributes_are_there(folder: Path) -> None:
+    mine = torch.zeros(4)
+    loader = OffloadedWeightsLoader({"a": mine, "c": mine}, folder)
+    assert loader["a"] is mine
+    assert loader.all_keys == ["a", "c", "b"]
+    assert loader.save_folder == folder
+    assert loader.index["b"] == {"dtype": "bfloat16", "shape": [2]}
+    assert (len(loader), list(loader), "b" in loader, "z" in loader) == (3, ["a", "c", "b"], True, False)
+    assert loader.device is None
+
+
+def test_layouts_are_known_without_reading(folder: Path) -> None:
+    loader = OffloadedWeightsLoader(save_folder=folder)
+    for file in folder.glob("*.dat"):
+        file.unlink()
+    assert (loader.shape("a"), loader.dtype("b"), loader.nbytes("a")) == ((4,), torch.bfloat16, 16)
+
+
+def test_entries_may_point_into_safetensors_files(tmp_path: Path) -> None:
+    file = tmp_path / "w.safetensors"
+    write_safetensors(file, {"x": Entry.of(torch.arange(3.0))})
+    index = {
+        "a": {"safetensors_file": str(file), "weight_name": "x", "dtype": "float32"},
+        "x": {"safetensors_file": str(file)},
+        "half": {"safetensors_file": str(file), "weight_name": "x", "dtype": "float16"},
+    }
+    loader = OffloadedWeightsLoader(index=index)
+    assert torch.equal(loader["a"], loader["x"])
+    assert loader["half"].dtype == torch.float16
+    assert loader.shape("half") == (3,)
+    source = loader.source("a")
+    assert source is not None
+    assert (source.file, source.name) == (str(file), "x")
+    assert loader.source("half") is None
+
+
+def test_relative_files_are_sought_beside_the_index(tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "w.safetensors", {"x": Entry.of(torch.arange(3.0))})
+    loader = OffloadedWeightsLoader(save_folder=tmp_path, index={"x": {"safetensors_file": "w.safetensors"}})
+    assert torch.equal(loader["x"], torch.arange(3.0))
+
+
+def test_a_change_made_in_place_is_kept_but_never_reaches_the_file(folder: Path) -> None:
+    loader = OffloadedWeightsLoader(save_folder=folder)
+    loader["a"].add_(1)
+    assert loader["a"][0] == 1
+    assert OffloadedWeightsLoader(save_folder=folder)["a"][0] == 0
+
+
+def test_another_value_is_kept_in_memory(folder: Path) -> None:
+    loader = OffloadedWeightsLoader(save_folder=folder)
+    loader["a"] = torch.full((4,), 9.0)
+    loader["new"] = torch.ones(1)
+    assert loader["a"][0] == 9
+    assert loader.all_keys == ["a", "b", "new"]
+
+
+def test_copies_and_pickles_read_the_same_folder(folder: Path) -> None:
+    loader = OffloadedWeightsLoader(save_folder=folder)
+    loader.hold()
+    for twin in (copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
+        assert torch.equal(twin["a"], loader["a"])
+
+
+def test_a_held_loader_keeps_its_weights_when_the_folder_is_used_again(folder: Path) -> None:
+    loader = OffloadedWeightsLoader(save_folder=folder)
+    loader.hold()
+    offload_state_dict(folder, {"a": torch.full((4,), 9.0)})
+    assert torch.equal(loader["a"], torch.arange(4.0))
+
+
+def test_more_files_than_can_be_held_are_recognised_when_replaced(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("acc_bigmodel.stores.disk._HELD_FILES", 0)
+    loader = OffloadedWeightsLoader(save_folder=folder)
+    loader.hold()
+    assert torch.equal(loader["b"], torch.ones(2, dtype=torch.bfloat16))
+    offload_state_dict(folder, {"a": torch.full((4,), 9.0)})
+    with pytest.raises(RuntimeError, match=r"a\.dat was replaced"):
+        loader["a"]
+
+
+def test_a_damaged_file_is_named(folder: Path) -> None:
+    (folder / "a.dat").write_bytes(bytes(3))
+    with pytest.raises(ValueError, match=r"a\.dat has 3 bytes, but float32 of shape \(4,\) has 16"):
+        OffloadedWeightsLoader(save_folder=folder)["a"]
+
+
+def test_a_damaged_index_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"has no index\.json"):
+        OffloadedWeightsLoader(save_folder=tmp_path)
+    for text in ("{", "[]", '{"a": 1}'):
+        (tmp_path / "index.json").write_text(text)
+        with pytest.raises(ValueError, match=r"index\.json"):
+            OffloadedWeightsLoader(save_folder=tmp_path)
+
+
+def test_weights_come_on_the_wanted_device(folder: Path) -> None:
+    assert OffloadedWeightsLoader(save_folder=folder, device="meta")["a"].is_meta

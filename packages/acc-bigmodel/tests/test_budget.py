@@ -1,0 +1,95 @@
+"""Budgets: what is free, what is given, what balances."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+from acc_bigmodel import get_balanced_memory, get_max_memory, infer_auto_device_map, init_empty_weights
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+
+
+def blocks(count: int) -> tuple[nn.Module, int]:
+    with init_empty_weights():
+        model = nn.Sequential(*[Block() for _ in range(count)])
+    return model, sum(p.numel() * 4 for p in model.parameters())
+
+
+def test_what_is_free_without_an_argument() -> None:
+    free = get_max_memory()
+    assert free
+    assert all(budget > 0 for budget in free.values())
+
+
+def test_given_budgets_become_bytes_in_order_and_the_dict_is_left_alone() -> None:
+    given = {"disk": "1GB", "cpu": "2KiB", torch.device("cuda", 3): 7, "cuda:0": "1KB", 1: 5}
+    kept = dict(given)
+    assert list(get_max_memory(given).items()) == [(0, 1000), (1, 5), (3, 7), ("cpu", 2048), ("disk", 10**9)]
+    assert given == kept
+
+
+@pytest.mark.parametrize("key", ["gpu 0", -1, True, None, 1.5])
+def test_a_key_that_is_no_device_is_named(key: object) -> None:
+    with pytest.raises(ValueError, match="is no device"):
+        get_max_memory({key: 1})
+
+
+def test_two_budgets_for_one_device_are_an_error() -> None:
+    with pytest.raises(ValueError, match="two budgets"):
+        get_max_memory({0: 1, "cuda:0": 2})
+
+
+@pytest.mark.parametrize(("layers", "devices"), [(8, 4), (12, 4), (16, 8), (24, 8), (9, 4)])
+def test_balanced_fills_every_device_alike(layers: int, devices: int) -> None:  # case big/67
+    model, size = blocks(layers)
+    budgets = get_balanced_memory(model, {**dict.fromkeys(range(devices), size), "cpu": size}, "Block")
+    placed = Counter(infer_auto_device_map(model, budgets, "Block", clean_result=False).values())
+    assert set(placed) == set(range(devices))
+    assert max(placed.values()) == -(-layers // devices)
+    assert max(placed.values()) - min(placed.values()) <= 1
+    assert budgets[devices - 1] == size
+
+
+def test_low_zero_goes_by_device_not_by_position() -> None:  # case big/01
+    model, size = blocks(12)
+    assert get_balanced_memory(model, {0: 2 * size, 3: 2 * size}, low_zero=True)[0] == 0
+    budgets = get_balanced_memory(model, {0: 2 * size, 1: 0, 2: 2 * size}, low_zero=True)
+    assert budgets[0] == 0
+    assert set(infer_auto_device_map(model, budgets).values()) == {2}
+
+
+def test_low_zero_keeps_on_device_0_what_the_others_cannot_hold() -> None:
+    model, size = blocks(12)
+    budgets = get_balanced_memory(model, {0: size, 1: size // 2, "cpu": size}, "Block", low_zero=True)
+    assert size // 2 <= budgets[0] < size // 2 + size // 12
+    assert "cpu" not in infer_auto_device_map(model, budgets, "Block").values()
+
+
+def test_a_disk_budget_is_kept() -> None:  # case big/08
+    budgets = get_balanced_memory(nn.Linear(4, 4), {0: 10_000, "cpu": 10_000, "disk": 10_000})
+    assert budgets == {0: 10_000, "cpu": 10_000, "disk": 10_000}
+
+
+def test_budgets_stay_when_the_model_does_not_fit_or_there_is_no_accelerator() -> None:
+    model, size = blocks(4)
+    assert get_balanced_memory(model, {0: size // 4, 1: size // 4, "cpu": size}) == {
+        0: size // 4,
+        1: size // 4,
+        "cpu": size,
+    }
+    assert get_balanced_memory(model, {"cpu": size}) == {"cpu": size}
+
+
+def test_balanced_is_never_above_what_was_given() -> None:
+    model, size = blocks(8)
+    given = {0: size // 2, 1: size // 8, 2: size}
+    budgets = get_balanced_memory(model, given)
+    assert all(budgets[device] <= given[device] for device in given)

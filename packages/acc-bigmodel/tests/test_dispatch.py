@@ -1,0 +1,229 @@
+"""Models that run where their parts are."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from acc_bigmodel import (
+    cpu_offload,
+    cpu_offload_with_hook,
+    disk_offload,
+    dispatch_model,
+    infer_auto_device_map,
+    offload_state_dict,
+)
+from acc_bigmodel import device_map as device_maps
+from acc_hooks import align_module_device, remove_hook_from_module
+
+
+def test_every_form_of_one_device_is_a_plain_move(
+    tied_model: nn.Module, tokens: torch.Tensor
+) -> None:  # case big/12
+    wanted = tied_model(tokens)
+    device_map = {"embed": torch.device("cpu"), "layers": "cpu", "norm": "cpu", "head": torch.device("cpu")}
+    model = dispatch_model(tied_model, device_map)
+    assert model is tied_model
+    assert not any(hasattr(module, "_hf_hook") for module in model.modules())
+    assert torch.equal(model(tokens), wanted)
+    assert model.hf_device_map == device_map
+
+
+def test_a_whole_model_runs_from_the_disk(
+    tied_model: nn.Module, tokens: torch.Tensor, tmp_path: Path
+) -> None:  # big/61
+    wanted = tied_model(tokens)
+    model = dispatch_model(tied_model, {"": "disk"}, offload_dir=tmp_path)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert torch.equal(model(tokens), wanted)
+
+
+def test_parts_on_the_cpu_are_offloaded_when_another_device_computes(
+    tied_model: nn.Module, tokens: torch.Tensor
+) -> None:
+    # "meta" plays the accelerator: only placement matters here
+    model = dispatch_model(tied_model, {"": "cpu", "layers.0": "meta"}, main_device="meta")
+    assert model.layers[0].up.weight.is_meta
+    assert model.layers[1].up.weight.is_meta
+    assert not model.state_dict()["layers.1.up.weight"].is_meta
+    assert model(tokens.to("meta")).is_meta
+
+
+def test_the_disk_needs_a_folder_or_an_index(tied_model: nn.Module) -> None:
+    with pytest.raises(ValueError, match=r"give an offload_dir"):
+        dispatch_model(tied_model, {"": "disk"})
+    assert not any(parameter.is_meta for parameter in tied_model.parameters())
+
+
+def test_a_tensor_without_a_device_is_named(tied_model: nn.Module) -> None:
+    with pytest.raises(ValueError, match=r"no device to 'embed\.weight'"):
+        dispatch_model(tied_model, {"layers": "cpu"})
+
+
+def test_an_index_is_used_as_it_is(tied_model: nn.Module, tokens: torch.Tensor, tmp_path: Path) -> None:
+    wanted = tied_model(tokens)
+    offload_state_dict(tmp_path, tied_model.state_dict())
+    index = device_maps_index(tmp_path)
+    empty = copy.deepcopy(tied_model).to("meta")
+    for name, buffer in tied_model.named_buffers():
+        empty.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = buffer
+    model = dispatch_model(empty, {"": "disk"}, offload_index=index, offload_dir=tmp_path)
+    assert torch.equal(model(tokens), wanted)
+    remove_hook_from_module(model, recurse=True)
+    assert torch.equal(model(tokens), wanted)
+
+
+def device_maps_index(folder: Path) -> dict:
+    from acc_bigmodel.stores.disk import read_offload_index
+
+    return read_offload_index(folder)
+
+
+def test_the_check_can_be_replaced_from_outside(
+    tied_model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    monkeypatch.setattr(device_maps, "check_device_map", lambda model, device_map: seen.append(device_map))
+    dispatch_model(tied_model, {"": "cpu"})
+    assert seen == [{"": "cpu"}]
+
+
+def test_an_offloaded_model_refuses_to_move_until_its_hooks_are_gone(
+    tied_model: nn.Module, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = dispatch_model(tied_model, {"": "cpu", "layers": "disk"}, offload_dir=tmp_path)
+    with pytest.raises(RuntimeError, match=r"'layers\.0\.up\.weight' and perhaps more are offloaded"):
+        model.to("cpu")
+    assert "was dispatched" in caplog.text
+    remove_hook_from_module(model, recurse=True)
+    assert model.to(torch.float64).embed.weight.dtype == torch.float64
+
+
+def test_a_dispatched_model_that_is_not_offloaded_moves_with_a_warning(
+    tied_model: nn.Module, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = dispatch_model(tied_model, {"": "cpu"}, force_hooks=True)
+    assert model.to(torch.float64) is model
+    assert model.embed.weight.dtype == torch.float64
+    assert "was dispatched" in caplog.text
+
+
+def test_a_copy_has_its_own_weights_and_moves_itself(
+    tied_model: nn.Module, tokens: torch.Tensor
+) -> None:  # case big/18
+    model = dispatch_model(tied_model, {"": "cpu"}, force_hooks=True)
+    wanted = model(tokens)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter.zero_()
+        assert twin(tokens).abs().max() == 0
+        assert twin.to(torch.float64) is twin
+        assert model.embed.weight.dtype == torch.float32
+    assert torch.equal(model(tokens), wanted)
+
+
+def test_a_deleted_model_is_freed_at_once(tied_model: nn.Module, tmp_path: Path) -> None:  # case big/52
+    models = [copy.deepcopy(tied_model) for _ in range(2)]
+    dispatched = [
+        dispatch_model(models[0], {"": "cpu"}, force_hooks=True),
+        dispatch_model(models[1], {"": "cpu", "layers": "disk"}, offload_dir=tmp_path),
+    ]
+    references = [weakref.ref(model.embed.weight) for model in dispatched]
+    gc.disable()
+    try:
+        models.clear()
+        dispatched.clear()
+        assert [reference() for reference in references] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_cpu_offload_keeps_values_ties_and_state_dict(tied_model: nn.Module, tokens: torch.Tensor) -> None:
+    wanted = tied_model(tokens)
+    state = {name: value.clone() for name, value in tied_model.state_dict().items()}
+    model = cpu_offload(tied_model, execution_device=torch.device("cpu"))
+    assert model.embed.weight.is_meta
+    assert torch.equal(model(tokens), wanted)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    remove_hook_from_module(model, recurse=True)
+    assert model.embed.weight is model.head.weight
+    assert torch.equal(model(tokens), wanted)
+
+
+def test_a_model_whose_root_owns_the_weights_can_be_offloaded() -> None:  # case big/24
+    model = nn.Linear(4, 4)
+    weight = model.weight.detach().clone()
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    with align_module_device(model, torch.device("cpu")):
+        assert torch.equal(model.weight, weight)
+
+
+def test_cpu_offload_with_hook_leaves_the_device_when_told() -> None:
+    model, hook = cpu_offload_with_hook(nn.Linear(4, 4), execution_device="meta")
+    assert model.weight.device.type == "cpu"
+    for _ in range(2):
+        assert model(torch.ones(1, 4)).is_meta
+    second, _ = cpu_offload_with_hook(nn.ReLU(), execution_device="cpu", prev_module_hook=None)
+    assert second(torch.ones(1)).tolist() == [1]
+    hook.remove()
+    assert not hasattr(model, "_hf_hook")
+
+
+def test_disk_offload_never_runs_with_another_models_weights(tmp_path: Path) -> None:  # case big/27
+    x = torch.randn(2, 4)
+    first, second = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4))
+    wanted = [first(x), second(x)]
+    disk_offload(first, tmp_path, execution_device=torch.device("cpu"))
+    disk_offload(second, tmp_path, execution_device=torch.device("cpu"))
+    assert torch.equal(second(x), wanted[1])
+    assert torch.equal(first(x), wanted[0])
+
+
+def test_disk_offload_takes_back_an_offloaded_folder(tmp_path: Path) -> None:
+    x = torch.randn(2, 4)
+    model = nn.Sequential(nn.Linear(4, 4))
+    wanted = model(x)
+    offload_state_dict(tmp_path, model.state_dict())
+    written = {file: file.stat().st_mtime_ns for file in tmp_path.glob("*.dat")}
+    disk_offload(model, tmp_path)
+    assert torch.equal(model(x), wanted)
+    assert {file: file.stat().st_mtime_ns for file in tmp_path.glob("*.dat")} == written
+
+
+def test_a_change_made_while_a_weight_is_loaded_is_kept(tmp_path: Path) -> None:  # case big/51
+    model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4)
+    disk_offload(model, tmp_path, execution_device=torch.device("cpu"))
+    before = model(x)
+    with align_module_device(model[0]), torch.no_grad():
+        model[0].weight.add_(1.0)
+    wanted = before + x.sum(1, keepdim=True)
+    assert torch.allclose(model(x), wanted, atol=1e-5)
+
+
+def test_a_model_is_dispatched_again_with_another_map(
+    tied_model: nn.Module, tokens: torch.Tensor, tmp_path: Path
+) -> None:
+    wanted = tied_model(tokens)
+    model = tied_model
+    for number, device_map in enumerate(({"": "disk"}, {"": "cpu", "layers": "disk"}, {"": "cpu"})):
+        model = dispatch_model(model, device_map, offload_dir=tmp_path / str(number), force_hooks=True)
+        assert torch.equal(model(tokens), wanted)
+        remove_hook_from_module(model, recurse=True)
+    assert torch.equal(model(tokens), wanted)
+
+
+def test_a_planned_model_runs(tied_model: nn.Module, tokens: torch.Tensor, tmp_path: Path) -> None:
+    wanted = tied_model(tokens)
+    for budget in range(600, 5000, 400):
+        model = copy.deepcopy(tied_model)
+        device_map = infer_auto_device_map(model, {"cpu": budget}, "Block")
+        dispatch_model(model, device_map, offload_dir=tmp_path / str(budget))
+        assert torch.equal(model(tokens), wanted)

@@ -1,0 +1,106 @@
+"""Tensors to an offload folder and back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from acc_bigmodel import (
+    OffloadedWeightsLoader,
+    extract_submodules_state_dict,
+    load_offloaded_weight,
+    load_offloaded_weights,
+    offload_state_dict,
+    offload_weight,
+    save_offload_index,
+)
+from acc_bigmodel.offload import offload_or_reuse
+
+TENSORS = {
+    "empty": torch.empty(0, 3),
+    "scalar": torch.tensor(2.5),
+    "bf16_t": torch.randn(3, 5).bfloat16().t(),
+    "fp8": torch.randn(4, 4).to(torch.float8_e4m3fn),
+    "bool": torch.tensor([True, False]),
+    "int64": torch.arange(4),
+    "needs_grad": nn.Parameter(torch.randn(2)),
+    "complex": torch.randn(3, dtype=torch.complex64).conj(),
+    "a/b": torch.ones(2),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_every_kind_of_tensor_survives(tmp_path: Path, name: str) -> None:  # case big/58
+    tensor = TENSORS[name]
+    offload_state_dict(tmp_path, {name: tensor})
+    read = OffloadedWeightsLoader(save_folder=tmp_path)[name]
+    assert (read.dtype, read.shape) == (tensor.dtype, tensor.shape)
+    same = [t.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8) for t in (read, tensor)]
+    assert torch.equal(*same)
+
+
+def test_a_file_holds_the_bytes_and_the_index_says_what_they_are(tmp_path: Path) -> None:
+    index: dict = {}
+    assert offload_weight(torch.tensor([1, 2], dtype=torch.int16), "w", tmp_path, index) is index
+    assert index == {"w": {"dtype": "int16", "shape": [2]}}
+    assert (tmp_path / "w.dat").read_bytes() == b"\x01\x00\x02\x00"
+    assert load_offloaded_weight(tmp_path / "w.dat", index["w"]).tolist() == [1, 2]
+    assert offload_weight(torch.ones(1), "v", tmp_path) is None
+
+
+def test_the_index_is_merged_and_nothing_makes_no_file(tmp_path: Path) -> None:
+    save_offload_index({}, tmp_path)
+    save_offload_index(None, tmp_path)
+    assert not list(tmp_path.iterdir())
+    save_offload_index({"a": {"dtype": "float32", "shape": [1]}}, tmp_path)
+    save_offload_index({"b": {"dtype": "float32", "shape": [2]}}, tmp_path)
+    assert set(json.loads((tmp_path / "index.json").read_text())) == {"a", "b"}
+
+
+def test_weights_come_back_into_the_model(tmp_path: Path) -> None:
+    source, model = nn.Linear(3, 2), nn.Linear(3, 2, device="meta")
+    load_offloaded_weights(model, None, tmp_path)
+    assert model.weight.is_meta
+    offload_state_dict(tmp_path, source.state_dict())
+    index = json.loads((tmp_path / "index.json").read_text())
+    load_offloaded_weights(model, index, tmp_path)
+    assert torch.equal(model.weight, source.weight)
+    assert torch.equal(model.bias, source.bias)
+
+
+def test_submodules_are_taken_by_whole_names() -> None:
+    state = {name: torch.ones(1) for name in ("a.w", "a.b.w", "ab.w", "c")}
+    assert list(extract_submodules_state_dict(state, ["a"])) == ["a.w", "a.b.w"]
+    assert list(extract_submodules_state_dict(state, ["a.b", "c"])) == ["a.b.w", "c"]
+    assert list(extract_submodules_state_dict(state, [""])) == list(state)
+
+
+def test_meta_has_nothing_to_offload(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="'w' is on the meta device"):
+        offload_weight(torch.ones(1, device="meta"), "w", tmp_path)
+
+
+def test_a_folder_is_reused_where_its_bytes_are_the_same(tmp_path: Path) -> None:
+    state = {"a": torch.arange(4.0), "nan": torch.tensor([float("nan")])}
+    offload_or_reuse(tmp_path, state)
+    before = {file.name: file.stat().st_mtime_ns for file in tmp_path.glob("*.dat")}
+    index = offload_or_reuse(tmp_path, {**state, "c": torch.ones(1)})
+    assert {
+        file.name: file.stat().st_mtime_ns for file in tmp_path.glob("*.dat") if file.name != "c.dat"
+    } == before
+    assert set(index) == {"a", "nan", "c"}
+    offload_or_reuse(tmp_path, {"a": torch.arange(4.0) + 1})
+    assert OffloadedWeightsLoader(save_folder=tmp_path)["a"].tolist() == [1, 2, 3, 4]
+
+
+def test_a_meta_tensor_uses_the_folder_only_if_it_fits(tmp_path: Path) -> None:
+    offload_or_reuse(tmp_path, {"a": torch.arange(4.0)})
+    assert set(offload_or_reuse(tmp_path, {"a": torch.empty(4, device="meta")})) == {"a"}
+    with pytest.raises(RuntimeError, match="belongs to another model"):
+        offload_or_reuse(tmp_path, {"a": torch.empty(5, device="meta")})
+    with pytest.raises(RuntimeError, match="does not hold it either"):
+        offload_or_reuse(tmp_path, {"b": torch.empty(5, device="meta")})

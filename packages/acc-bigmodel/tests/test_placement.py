@@ -1,0 +1,224 @@
+"""The planner, on names and bytes alone."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from acc_bigmodel.atoms import collapse, group_atoms
+from acc_bigmodel.placement import Placement, PlacementError, plan
+from acc_bigmodel.text import in_units
+
+
+def layers(*nbytes: int) -> dict[str, int]:
+    return {f"layers.{i}.weight": size for i, size in enumerate(nbytes)}
+
+
+def test_a_model_that_fits_exactly_is_not_offloaded() -> None:
+    placement = plan(layers(4, 4, 4), {0: 12, "cpu": 100})
+    assert set(placement.homes) == {0}
+    assert placement.reserve_bytes == 0
+    assert placement.device_map() == {"": 0}
+
+
+def test_room_for_the_largest_streamed_layer_is_kept_on_the_main_device() -> None:
+    placement = plan(layers(4, 4, 4, 4), {0: 12, "cpu": 100})
+    assert placement.homes == [0, 0, "cpu", "cpu"]
+    assert placement.reserve_bytes == 4
+    assert placement.streams("cpu")
+
+
+def test_buffers_that_stay_need_room_beside_the_streamed_layer() -> None:
+    sizes = {"a.weight": 4, "b.weight": 4, "b.buffer": 2, "c.weight": 4, "c.buffer": 2}
+    placement = plan(sizes, {0: 12, "cpu": 100}, staying={"b.buffer", "c.buffer"})
+    assert (placement.homes, placement.reserve_bytes) == ([0, "cpu", "cpu"], 8)
+
+
+def test_a_device_takes_small_layers_behind_one_too_large_for_it() -> None:  # case big/05
+    placement = plan(layers(100, 1, 1, 1), {0: 50, 1: 200})
+    assert placement.homes == [1, 0, 0, 0]
+
+
+def test_gaps_are_filled_when_the_order_alone_does_not_fit() -> None:
+    placement = plan(layers(6, 5, 4), {0: 10, 1: 5})
+    assert sorted(map(str, placement.homes)) == ["0", "0", "1"]
+    assert placement.used_bytes == {0: 10, 1: 5}
+
+
+def test_ties_and_blocks_are_placed_as_one_and_counted_once() -> None:
+    sizes = {"embed.w": 6, "mid.a.w": 3, "mid.b.w": 3, "head.w": 6, "head.bias": 1}
+    placement = plan(sizes, {0: 7, "cpu": 6}, ties=[["embed.w", "head.w"]], blocks=["mid"], reserve=False)
+    assert placement.devices == {
+        "embed.w": 0,
+        "head.w": 0,
+        "head.bias": 0,
+        "mid.a.w": "cpu",
+        "mid.b.w": "cpu",
+    }
+    assert placement.device_map(clean=False) == {"embed": 0, "head": 0, "mid": "cpu"}
+
+
+def test_own_tensors_of_a_split_module_have_their_own_keys() -> None:
+    placement = plan({"m.scale": 1, "m.a.w": 2, "m.b.w": 2}, {0: 3, "cpu": 9}, reserve=False)
+    assert placement.device_map() == {"m.scale": 0, "m.a": 0, "m.b": "cpu"}
+
+
+def test_an_impossible_budget_says_what_would_do() -> None:
+    sizes, budgets = layers(4, 4, 4), {0: 5, "cpu": 5}
+    with pytest.raises(
+        PlacementError, match=r"needs 12 B.*0: 5 B, cpu: 5 B.*raise the budget of cpu by (\d+) B"
+    ) as error:
+        plan(sizes, budgets)
+    extra = int(str(error.value).split("(")[1].split(" bytes")[0])
+    assert plan(sizes, {**budgets, "cpu": 5 + extra}).homes
+    with pytest.raises(PlacementError):
+        plan(sizes, {**budgets, "cpu": 5 + extra - 1})
+
+
+@pytest.mark.parametrize("budgets", [{}, {"cpu": -1}])
+def test_budgets_that_make_no_sense_are_refused(budgets: dict) -> None:
+    with pytest.raises(PlacementError):
+        plan(layers(1), budgets)
+
+
+def test_streaming_that_cannot_fit_is_said() -> None:
+    placement = plan(layers(100, 10), {0: 50, "cpu": 200})
+    assert placement.homes == ["cpu", 0]
+    assert "Streaming needs 100 B on 0" in placement.notes[0]
+
+
+def test_table_and_reasons_name_devices_layers_and_bytes() -> None:
+    placement = plan(layers(2048, 2048, 2048), {0: 4096, "cpu": None})
+    head, _, first, second, *rest = placement.table().splitlines()
+    assert head.split()[:3] == ["device", "used", "budget"]
+    assert first.split()[:4] == ["0", "2.0", "KiB", "4.0"]
+    assert "no limit" in second
+    assert second.split()[-2:] == ["4.0", "KiB"]
+    assert "2.0 KiB of 0 are kept free" in rest[0]
+    assert placement.why("layers.2").startswith("layers.2 is on cpu: ")
+    assert "0 had 0 B left for layers.1 (2.0 KiB)" in placement.why("layers.1.weight")
+    with pytest.raises(KeyError, match="nowhere"):
+        placement.why("nowhere")
+
+
+def test_budgets_are_not_changed() -> None:
+    budgets = {0: 4, "cpu": 100}
+    plan(layers(4, 4), budgets)
+    assert budgets == {0: 4, "cpu": 100}
+
+
+def test_collapse_needs_all_names_below_on_one_device() -> None:
+    device_map = {"a.x": 0, "a.y": 0, "b.x": 0, "b.y": 1, "c.x": 1}
+    assert collapse(device_map) == {"a": 0, "b.x": 0, "b.y": 1, "c.x": 1}
+    assert collapse({"a.x": 0, "a.y": 0, "b.x": 0, "b.y": 0}, "a") == {"a": 0, "b.x": 0, "b.y": 0}
+    assert collapse({"a": 0, "a.x": 1, "b": 0}) == {"a": 0, "a.x": 1, "b": 0}
+    assert collapse({"a": "cpu", "b": "cpu"}) == {"": "cpu"}
+
+
+def test_units() -> None:
+    assert [in_units(n) for n in (0, 1023, 1536, 3 * 2**20)] == ["0 B", "1023 B", "1.5 KiB", "3.0 MiB"]
+
+
+def test_planning_is_linear() -> None:
+    def seconds(count: int) -> float:
+        sizes = {f"layers.{i}.experts.{j}.w": 4 for i in range(count) for j in range(32)}
+        ties = [[f"layers.{i}.experts.0.w", f"layers.{i}.experts.1.w"] for i in range(count)]
+        start = time.process_time()
+        plan(sizes, {0: count * 32, 1: count * 32, "cpu": None}, ties=ties).device_map()
+        return time.process_time() - start
+
+    seconds(20)
+    small, large = min(seconds(100) for _ in range(3)), min(seconds(800) for _ in range(3))
+    assert large < 24 * max(small, 1e-3)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[dict, dict, list, list]:
+    paths = draw(st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=3), min_size=1, max_size=12))
+    names = list(dict.fromkeys(".".join([*path, "w"]) for path in paths))
+    sizes = {name: draw(st.integers(0, 20)) for name in names}
+    ties = (
+        draw(st.lists(st.lists(st.sampled_from(names), min_size=2, max_size=3, unique=True), max_size=2))
+        if len(names) > 1
+        else []
+    )
+    blocks = draw(st.lists(st.sampled_from([name.rpartition(".")[0] for name in names]), max_size=2))
+    devices = draw(st.lists(st.sampled_from([0, 1, 3]), unique=True, max_size=3))
+    budgets = {device: draw(st.integers(0, 60)) for device in sorted(devices)}
+    budgets.update({"cpu": draw(st.integers(0, 60)), "disk": draw(st.sampled_from([None, 1000]))})
+    return sizes, budgets, ties, blocks
+
+
+@settings(max_examples=300, deadline=None)
+@given(problems())
+def test_plans_keep_every_promise(problem: tuple[dict, dict, list, list]) -> None:
+    sizes, budgets, ties, blocks = problem
+    placement = plan(sizes, budgets, ties=ties, blocks=blocks)
+    devices = placement.devices
+    assert devices.keys() == sizes.keys()
+    for device, budget in budgets.items():
+        reserve = placement.reserve_bytes if device == placement.main else 0
+        assert budget is None or placement.used_bytes[device] + reserve <= budget
+    for group in ties:
+        assert len({devices[name] for name in group}) == 1
+    for block in blocks:
+        assert len({devices[name] for name in sizes if name.startswith(block + ".")}) == 1
+    for device_map in (placement.device_map(), placement.device_map(clean=False)):
+        assert {name: home_in(device_map, name) for name in sizes} == devices
+    if not placement.notes:
+        streamed = [
+            placement.streamed_bytes(i) for i, home in enumerate(placement.homes) if placement.streams(home)
+        ]
+        assert max(streamed, default=0) <= placement.reserve_bytes
+    assert placement.table()
+    assert placement.svg().endswith("</svg>\n")
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=7),
+    st.lists(st.integers(9, 30), min_size=1, max_size=3),
+)
+def test_the_plan_is_the_best_contiguous_one(nbytes: list[int], accelerators: list[int]) -> None:
+    placement = plan(layers(*nbytes), {**dict(enumerate(accelerators)), "cpu": None})
+    if placement.notes:
+        return
+    best = min(offloaded for offloaded in contiguous(nbytes, accelerators))
+    assert placement.used_bytes["cpu"] <= best
+
+
+def contiguous(nbytes: list[int], accelerators: list[int]) -> list[int]:
+    """The bytes off the accelerators in every contiguous plan that keeps room for its largest streamed layer."""
+    found = [sum(nbytes)]
+    for cuts in itertools.combinations_with_replacement(range(len(nbytes) + 1), len(accelerators)):
+        edges = (0, *cuts)
+        loads = [sum(nbytes[a:b]) for a, b in itertools.pairwise(edges)]
+        reserve = max(nbytes[cuts[-1] :], default=0)
+        rooms = [accelerators[0] - reserve, *accelerators[1:]]
+        if all(load <= room for load, room in zip(loads, rooms, strict=True)):
+            found.append(sum(nbytes[cuts[-1] :]))
+    return found
+
+
+def home_in(device_map: dict, name: str) -> object:
+    while name not in device_map:
+        name = name.rpartition(".")[0]
+    return device_map[name]
+
+
+def test_atoms_list_their_tensors_in_order() -> None:
+    atoms = group_atoms({"b.w": 1, "a.w": 2, "b.v": 3}, [])
+    assert [atoms.tensors_of(i) for i in range(len(atoms))] == [["b.w", "b.v"], ["a.w"]]
+    assert atoms.nbytes == [4, 2]
+
+
+def test_the_same_placement_gives_the_same_picture() -> None:
+    def made() -> Placement:
+        return plan(layers(3, 4, 5), {0: 9, "cpu": None})
+
+    assert made().svg("<title> & more") == made().svg("<title> & more")
+    assert "&lt;title&gt; &amp; more" in made().svg("<title> & more")
