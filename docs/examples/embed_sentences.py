@@ -74,9 +74,7 @@ def load_within(folder: Path, arguments: argparse.Namespace) -> nn.Module:
     placement = describe_device_map(model, device_map, max_memory)
     print(placement.table())
     (arguments.out / "placement.svg").write_text(placement.svg("all-MiniLM-L6-v2 within its budget"))
-    model = load_checkpoint_and_dispatch(
-        model, folder / "model.safetensors", device_map=device_map, offload_folder=arguments.out / "offload"
-    )
+    model = load_checkpoint_and_dispatch(model, folder / "model.safetensors", device_map=device_map)
     return model.eval()
 
 

@@ -48,7 +48,13 @@ def main() -> None:
             f"resumed at update {progress.updates}, epoch {progress.epoch}, batch {progress.batches}"
         )
 
-    bar = tqdm(total=steps, initial=progress.updates, disable=not accelerator.is_main_process, unit="update")
+    bar = tqdm(
+        total=steps,
+        initial=progress.updates,
+        disable=not accelerator.is_main_process,
+        unit="update",
+        mininterval=1,
+    )
     for epoch in range(progress.epoch, arguments.epochs):
         model.train()
         rest = accelerator.skip_first_batches(train_loader, progress.batches)  # all of it, unless we resumed
