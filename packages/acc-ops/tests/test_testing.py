@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 import time
 from pathlib import Path
 from types import ModuleType
@@ -68,3 +70,18 @@ def test_stub_names_reads_what_a_stub_exports(tmp_path: Path) -> None:
     assert stub_names(package) == {"x": "a", "y": "b.c"}
     with pytest.raises(ValueError, match="bare has no file"):
         stub_names(ModuleType("bare"))
+
+
+def test_a_function_of_a_file_that_no_name_leads_to_runs_in_processes(tmp_path: Path) -> None:
+    file = tmp_path / "hidden_from_imports.py"
+    file.write_text("def double(x):\n    return 2 * x\n")
+    spec = importlib.util.spec_from_file_location("hidden_from_imports", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["hidden_from_imports"] = module
+    try:
+        spec.loader.exec_module(module)
+        assert run_processes(1, module.double, 21) == [42]
+    finally:
+        del sys.modules["hidden_from_imports"]

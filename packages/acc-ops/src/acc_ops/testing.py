@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import importlib.util
 import multiprocessing
 import pickle
 import sys
@@ -94,13 +96,14 @@ def run_processes(size: int, target: Callable[..., R], *args: Any, timeout_s: fl
     processes are ended in any case.
     """
     context = multiprocessing.get_context("spawn")
+    home = sys.modules.get(target.__module__)
+    work = (target.__module__, getattr(home, "__file__", None), pickle.dumps((target, args)))
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = {}, []
         for rank in range(size):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_run_rank, args=(rank, size, str(Path(folder) / "meeting"), theirs, target, args)
-            )
+            meeting = str(Path(folder) / "meeting")
+            process = context.Process(target=_run_rank, args=(rank, size, meeting, theirs, *work))
             process.start()
             theirs.close()
             pipes[ours] = rank
@@ -144,16 +147,33 @@ def _raise_first(errors: dict[int, BaseException]) -> None:
 
 
 def _run_rank(
-    rank: int, size: int, meeting: str, pipe: Connection, target: Callable[..., Any], args: tuple[Any, ...]
+    rank: int, size: int, meeting: str, pipe: Connection, module: str, file: str | None, work: bytes
 ) -> None:
     torch.set_num_threads(1)
     try:
+        _make_importable(module, file)
+        target, args = pickle.loads(work)
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
         answer = pickle.dumps((True, target(*args)))  # not by the pipe's own pickling: it would share memory
         dist.destroy_process_group()
     except BaseException:  # noqa: BLE001 - its text goes to the caller
         answer = pickle.dumps((False, traceback.format_exc()))
     pipe.send_bytes(answer)
+
+
+def _make_importable(module: str, file: str | None) -> None:
+    """Load `module` from its file where its name alone does not lead to it, as that of a test file does not."""
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as missing:
+        if file is None or not (module == missing.name or module.startswith(f"{missing.name}.")):
+            raise
+        spec = importlib.util.spec_from_file_location(module, file)
+        if spec is None or spec.loader is None:
+            raise
+        loaded = importlib.util.module_from_spec(spec)
+        sys.modules[module] = loaded
+        spec.loader.exec_module(loaded)
 
 
 def _collect(pipes: dict[Connection, int], timeout_s: float) -> list[Any]:
