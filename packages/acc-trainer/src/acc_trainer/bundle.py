@@ -1,0 +1,79 @@
+"""What prepare was given, by kind and name, and its order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader
+
+KINDS = ("model", "optimizer", "scheduler", "dataloader")
+
+
+@dataclass
+class Given:
+    """The arguments of one `prepare`: each with its kind (None: hand it back as it is) and whether it goes to the device."""
+
+    objects: list[Any]
+    kinds: list[str | None]
+    placed: list[bool]
+    results: list[Any] = field(default_factory=list)
+
+    def places(self, kind: str) -> list[int]:
+        """Where the objects of one kind stand."""
+        return [place for place, its in enumerate(self.kinds) if its == kind]
+
+
+def sort_given(
+    objects: Sequence[Any], device_placement: Sequence[bool | None] | None, default: bool
+) -> Given:
+    """Sort what `prepare` was given.
+
+    Raises `ValueError` when `device_placement` has another length, or asks for a placement of something that has none.
+    """
+    if device_placement is None:
+        wanted: Sequence[bool | None] = [None] * len(objects)
+    elif isinstance(device_placement, (str, bytes)) or not isinstance(device_placement, Sequence):
+        raise ValueError(
+            f"device_placement must be a list with one entry per object, got {device_placement!r}"
+        )
+    elif len(device_placement) != len(objects):
+        raise ValueError(
+            f"device_placement must have one entry for each of the {len(objects)} objects, got {len(device_placement)}"
+        )
+    else:
+        wanted = device_placement
+    return Given(
+        objects=list(objects),
+        kinds=[kind_of(one) for one in objects],
+        placed=[default if one is None else bool(one) for one in wanted],
+        results=list(objects),
+    )
+
+
+def kind_of(thing: Any) -> str | None:
+    """One of `KINDS`, or None for what prepare hands back untouched."""
+    if isinstance(thing, DataLoader):
+        return "dataloader"
+    if isinstance(thing, nn.Module):
+        return "model"
+    if isinstance(thing, Optimizer):
+        return "optimizer"
+    return "scheduler" if _is_scheduler(thing) else None
+
+
+def _is_scheduler(thing: Any) -> bool:
+    """torch's schedulers, and users' own that look like one."""
+    if isinstance(thing, (LRScheduler, ReduceLROnPlateau)):
+        return True
+    methods = ("step", "state_dict", "load_state_dict")
+    return hasattr(thing, "optimizer") and all(callable(getattr(thing, name, None)) for name in methods)
+
+
+def name_of(kind: str, index: int) -> str:
+    """How the `index`-th prepared object of a kind is called in a checkpoint: model, model_1, model_2, ..."""
+    return kind if index == 0 else f"{kind}_{index}"

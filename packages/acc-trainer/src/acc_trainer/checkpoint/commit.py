@@ -1,0 +1,176 @@
+"""The transaction: stage beside the target, sync, manifest last, one rename, sync the parent.
+
+[Note: what a kill leaves]
+Before the rename: the old checkpoint, and `.NAME.writing`, which the next save clears and no reader looks at. After it:
+the new checkpoint, and the old one under `.NAME.writing`. Where two folders cannot be exchanged in one call, the old one
+waits under `.NAME.old` for the time of one rename; readers look there when NAME is missing, and the next save puts it back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+from .layout import MANIFEST, CheckpointError, number_of, parked_of, removing_of, staging_of
+from .manifest import Manifest, read_manifest
+
+_CANNOT_EXCHANGE = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
+
+
+def check_target(target: Path) -> None:
+    """CheckpointError when `target` could not be replaced as a whole."""
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"{target} is a file; a checkpoint is a folder")
+    if target.is_dir() and (Path.cwd().is_relative_to(target) or os.path.ismount(target)):
+        what = "a mount point" if os.path.ismount(target) else "the current folder, or holds it,"
+        raise CheckpointError(
+            f"{target} is {what} and cannot be replaced as a whole: save into a folder inside it"
+        )
+
+
+def begin(target: Path) -> Path:
+    """An empty staging folder for `target`; what killed saves left behind is cleared."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    put_back(target)
+    clear_leftovers(target)
+    staging = staging_of(target)
+    staging.mkdir()
+    if target.is_dir():
+        shutil.copymode(target, staging)
+    return staging
+
+
+def put_back(target: Path) -> None:
+    """After a kill between two renames: the old checkpoint gets its name back."""
+    parked = parked_of(target)
+    if parked.is_dir() and not target.exists():
+        os.rename(parked, target)
+
+
+def clear_leftovers(target: Path) -> None:
+    """Delete half-written folders of `target`, and for an automatic name those of all its siblings."""
+    for path in target.parent.iterdir():
+        name = path.name
+        owner = name.removeprefix(".").rpartition(".")[0]
+        ours = owner == target.name or (number_of(target.name) is not None and number_of(owner) is not None)
+        if not ours or not name.startswith("."):
+            continue
+        public = path.with_name(owner)
+        if path in (staging_of(public), removing_of(public)) or (
+            path == parked_of(public) and public.exists()
+        ):
+            shutil.rmtree(path)
+
+
+def finish(staging: Path, target: Path, manifest: Manifest) -> None:
+    """Sync everything in `staging`, write its manifest, and make it the content of `target` in one step."""
+    _sync_tree(staging)
+    _write_synced(staging / MANIFEST, manifest.to_text())
+    _link_foreign_files(target, staging)
+    sync_folder(staging)
+    if not target.exists():
+        os.rename(staging, target)
+        sync_folder(target.parent)
+        return
+    if not _exchange(staging, target):
+        parked = parked_of(target)
+        os.rename(target, parked)
+        os.rename(staging, target)
+        os.rename(parked, staging)
+    sync_folder(target.parent)
+    _link_foreign_files(staging, target)  # what came in between
+    shutil.rmtree(staging)
+
+
+def remove(target: Path) -> None:
+    """Delete a checkpoint so that a kill never leaves a part of it under its name."""
+    going = removing_of(target)
+    if going.exists():
+        shutil.rmtree(going)
+    os.rename(target, going)
+    sync_folder(target.parent)
+    shutil.rmtree(going)
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in sorted(folder.rglob("*"), reverse=True):
+        if path.is_dir():
+            sync_folder(path)
+        elif path.is_file():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder survive a power loss; nothing on Windows, which cannot."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _link_foreign_files(source: Path, destination: Path) -> None:
+    """Files in the old folder that no checkpoint wrote (logs, notes) are the user's: they are in the new folder too.
+
+    Links, not copies: a program that still appends to one goes on writing into the same file.
+    """
+    if not source.is_dir():
+        return
+    old = _old_manifest(source)
+    ours = {MANIFEST, *(old.files if old else ())}
+    for path in sorted(source.rglob("*")):
+        name = path.relative_to(source).as_posix()
+        kept = destination / name
+        if name in ours or kept.exists() or (old is None and _OURS.fullmatch(name)):
+            continue
+        if path.is_symlink() or path.is_file():
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            os.link(path, kept, follow_symlinks=False)
+        elif path.is_dir() and not any(path.iterdir()):
+            kept.mkdir(parents=True, exist_ok=True)
+
+
+def _old_manifest(folder: Path) -> Manifest | None:
+    try:
+        return read_manifest(folder)
+    except CheckpointError:  # an unreadable one lists nothing
+        return None
+
+
+_OURS = re.compile(
+    r"(model|pytorch_model|optimizer|scheduler|sampler|dl_state_dict)(_\d+)?(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
+    r"|scaler\.pt|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl|progress_\d+\.bin"
+)  # what a checkpoint without a manifest consists of
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two folders in one step; False where the system or the file system cannot."""
+    library = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
+    paths = (os.fsencode(one), os.fsencode(other))
+    if sys.platform == "darwin" and hasattr(library, "renamex_np"):
+        failed = library.renamex_np(*paths, 2)  # type: ignore[union-attr]
+    elif hasattr(library, "renameat2"):
+        failed = library.renameat2(-100, paths[0], -100, paths[1], 2)  # type: ignore[union-attr]
+    else:
+        return False
+    if not failed:
+        return True
+    number = ctypes.get_errno()
+    if number in _CANNOT_EXCHANGE:
+        return False
+    raise OSError(number, os.strerror(number), str(one), None, str(other))

@@ -1,0 +1,101 @@
+"""How a checkpoint's files and folders are called. The specification's names, and ours beside them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Protocol
+
+MANIFEST = "manifest.json"
+SCALER = "scaler.pt"
+FOLDER = "checkpoints"  # of automatic naming, inside the project's folder
+_AUTOMATIC = re.compile(r"checkpoint_(\d+)")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or read; the message names the folder, the file and what is wrong with it."""
+
+
+class Project(Protocol):
+    """What of the project's configuration decides where checkpoints go."""
+
+    project_dir: str | None
+    automatic_checkpoint_naming: bool
+    total_limit: int | None
+    iteration: int
+
+
+def numbered(kind: str, index: int) -> str:
+    """`model`, `model_1`, `model_2`: the names of the objects of one kind, in the order of `prepare`."""
+    return kind if index == 0 else f"{kind}_{index}"
+
+
+def scheduler_file(index: int) -> str:
+    return f"{numbered('scheduler', index)}.bin"
+
+
+def loader_file(index: int) -> str:
+    """The state of a stateful loader, for readers of the specification's files."""
+    return f"{numbered('dl_state_dict', index)}.bin"
+
+
+def custom_file(index: int) -> str:
+    return f"custom_checkpoint_{index}.pkl"
+
+
+def random_file(rank: int) -> str:
+    return f"random_states_{rank}.pkl"
+
+
+def progress_file(rank: int) -> str:
+    """Ours: the positions of the loaders and of the accumulation window of one rank."""
+    return f"progress_{rank}.bin"
+
+
+def weight_files(name: str) -> tuple[str, ...]:
+    """The files one of which holds the weights called `name`."""
+    torch_name = f"pytorch_{name}"
+    return (
+        f"{name}.safetensors",
+        f"{torch_name}.bin",
+        f"{name}.safetensors.index.json",
+        f"{torch_name}.bin.index.json",
+    )
+
+
+def automatic_folder(project: Project) -> Path:
+    """Where automatically named checkpoints lie. ValueError without a project folder."""
+    if project.project_dir is None:
+        raise ValueError(
+            "automatic_checkpoint_naming needs a project_dir: ProjectConfiguration(project_dir=...)"
+        )
+    return Path(project.project_dir, FOLDER)
+
+
+def automatic_name(number: int) -> str:
+    return f"checkpoint_{number}"
+
+
+def number_of(name: str) -> int | None:
+    """The number in an automatic name; None for any other name."""
+    match = _AUTOMATIC.fullmatch(name)
+    return int(match.group(1)) if match else None
+
+
+def staging_of(target: Path) -> Path:
+    """The folder in which the next content of `target` is written."""
+    return target.with_name(f".{target.name}.writing")
+
+
+def parked_of(target: Path) -> Path:
+    """Where the content of `target` waits for a moment on file systems that cannot exchange two folders."""
+    return target.with_name(f".{target.name}.old")
+
+
+def removing_of(target: Path) -> Path:
+    """What `target` is called while it is deleted."""
+    return target.with_name(f".{target.name}.removing")
+
+
+def class_name(thing: Any) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"

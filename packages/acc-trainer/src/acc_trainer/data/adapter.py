@@ -1,0 +1,221 @@
+"""What every prepared loader is: a torch loader that is kept as the user made it, with a position beside it."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from acc_ops.optional import require
+from acc_trainer.data.position import LoaderPosition
+from acc_trainer.grad_sync import GradSync
+from acc_trainer.state import current_grad_sync
+
+
+class DataLoaderAdapter:
+    """Wraps a `DataLoader` (or torchdata's `StatefulDataLoader`) as `base_dataloader` and passes attributes on.
+
+    `isinstance(prepared, DataLoader)` holds. With `use_stateful_dataloader=True` torchdata >= 0.8 is needed (`ImportError`).
+    """
+
+    _is_accelerate_prepared = True
+
+    def __init__(
+        self,
+        dataset: Any,
+        use_stateful_dataloader: bool = False,
+        batch_sampler: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        loader_class = stateful_loader_class() if use_stateful_dataloader else DataLoader
+        self._adopt(loader_class(dataset, batch_sampler=batch_sampler, **kwargs))
+
+    def _adopt(self, base: Any) -> None:
+        """Stand in front of `base`."""
+        self.base_dataloader = base
+        self.use_stateful_dataloader = callable(getattr(base, "load_state_dict", None))
+        self.dl_state_dict: dict[str, Any] | None = None
+        self._grad_sync: GradSync | None = None
+        self._continue_itself = False
+        self._use_position(LoaderPosition())
+
+    def _use_position(self, position: LoaderPosition) -> None:
+        self.position = position
+        position.loader = weakref.ref(self)
+        if self.use_stateful_dataloader:
+            position._inner = self._state_of_base
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "base_dataloader":  # not there yet: half built, or being copied
+            raise AttributeError(name)
+        return getattr(self.base_dataloader, name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self.base_dataloader)
+
+    def __len__(self) -> int:
+        return len(self.base_dataloader)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.base_dataloader!r}, epoch={self.position.epoch}, batches={self.position.batches})"
+
+    @property
+    def grad_sync(self) -> GradSync:
+        """The accumulation counter that has to know this loader's last batch."""
+        return self._grad_sync if self._grad_sync is not None else current_grad_sync()
+
+    # state -------------------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader stands after the batch in use; for a stateful loader its own state."""
+        return self._state_of_base() if self.use_stateful_dataloader else self.position.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go back to where `state_dict` was taken."""
+        if self.use_stateful_dataloader:
+            self.base_dataloader.load_state_dict(dict(state_dict))
+            self._continue_itself = True
+        else:
+            self.position.load_state_dict(state_dict)
+
+    def _state_of_base(self) -> dict[str, Any]:
+        """The stateful loader's state, before the one batch that may have been read ahead."""
+        state: dict[str, Any] = (
+            self.base_dataloader.state_dict() if self.dl_state_dict is None else self.dl_state_dict
+        )
+        return state
+
+    def _position_loaded(self, state: Mapping[str, Any]) -> None:
+        """The position was restored from a checkpoint."""
+        self._set_seed(self.position.seed)
+        if self.use_stateful_dataloader and "loader" in state and not state.get("finished"):
+            self.base_dataloader.load_state_dict(state["loader"])
+            self._continue_itself = True
+
+    def _set_seed(self, seed: int | None) -> None:
+        """Nothing here draws from a seed."""
+
+    # copies ------------------------------------------------------------------------------------------------------------------
+
+    def _twin(self, base: Any) -> Any:
+        """Another loader of this kind over `base`, at the same position."""
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        twin.base_dataloader = base
+        return twin
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        kept = {
+            k: v for k, v in self.__dict__.items() if k not in ("_grad_sync", "position", "dl_state_dict")
+        }
+        return _rebuild, (type(self), kept, self.position.state_dict())
+
+
+def _rebuild(kind: type[DataLoaderAdapter], kept: dict[str, Any], state: dict[str, Any]) -> DataLoaderAdapter:
+    made = object.__new__(kind)
+    made.__dict__.update(kept, _grad_sync=None, dl_state_dict=None)
+    made._use_position(LoaderPosition())
+    made.position.load_state_dict(state)
+    return made
+
+
+class DataLoaderStateMixin:
+    """The bookkeeping of a pass: which loader is in use, whether its batch is the last, how many samples that holds."""
+
+    position: LoaderPosition
+    _drop_last: bool
+
+    @property
+    def grad_sync(self) -> GradSync:
+        """The accumulation counter that has to know this loader's last batch."""
+        return current_grad_sync()
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the batch in use is the last one."""
+        return self.position.is_last
+
+    @property
+    def remainder(self) -> int:
+        """Samples of the last group of batches (0: it is full); -1 outside a pass and where it is unknown."""
+        return self.position.remainder
+
+    @property
+    def iteration(self) -> int:
+        """The epoch of this pass or, between passes, of the next one."""
+        return self.position.epoch
+
+    @iteration.setter
+    def iteration(self, epoch: int) -> None:
+        self.position.set_epoch(epoch)
+
+    def reset(self) -> None:
+        """No batch is in use."""
+        self.position.close()
+
+    def begin(self) -> None:
+        """A pass begins: this loader is the one in use."""
+        if not self._drop_last:
+            self.position.remainder = _rest_of(self)
+        self.grad_sync.enter(self.position)
+
+    def end(self, finished: bool = True) -> None:
+        """The pass is over; `finished` is False when it was left early."""
+        self.grad_sync.leave(self.position, finished=finished)
+        if finished:
+            self.position.finish()
+        else:
+            self.position.close()
+
+
+def _rest_of(loader: Any) -> int:
+    size = loader.total_batch_size
+    try:
+        return len(loader.dataset) % size if size else -1
+    except TypeError:
+        return -1
+
+
+def stateful_loader_class() -> Any:
+    """torchdata's `StatefulDataLoader`; `ImportError` without torchdata >= 0.8."""
+    require("torchdata", "a stateful data loader (use_stateful_dataloader=True)")
+    module = require("torchdata.stateful_dataloader", "a stateful data loader (torchdata 0.8 or newer)")
+    return module.StatefulDataLoader
+
+
+def clone_loader(loader: Any, **replaced: Any) -> Any:
+    """The same loader, of the same class with all its attributes, but with some of them `replaced`.
+
+    A loader cannot be rebuilt from outside: subclasses have constructors of their own.
+    """
+    twin = copy.copy(loader)
+    twin.__dict__.update(replaced, _iterator=None)  # torch refuses these attributes by assignment
+    return twin
+
+
+def is_stream(loader: Any) -> bool:
+    """Whether the loader reads an iterable data set, which has no indices."""
+    return isinstance(loader.dataset, IterableDataset)
+
+
+def iterates_itself(loader: Any) -> bool:
+    """Whether the loader's class has an `__iter__` of its own, so that its batches are not simply the sampler's."""
+    iterate = type(loader).__iter__
+    return iterate is not DataLoader.__iter__ and not getattr(iterate, "__module__", "").startswith(
+        "torchdata."
+    )
+
+
+def index_sampler(loader: Any) -> Any:
+    """What gives the loader its indices: batches of them, or single ones without automatic batching."""
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+def with_indices(loader: Any, indices: Any) -> Any:
+    """The loader with another source of indices."""
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    return clone_loader(loader, **{name: indices})

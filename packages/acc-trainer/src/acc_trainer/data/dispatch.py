@@ -1,0 +1,256 @@
+"""Rank 0 reads, and each rank receives its own part only.
+
+[Note: one step] Rank 0 reads one batch for each rank (with `split_batches` one for all), makes a part for each, and sends it with a short
+note: whether this is the last step, and how many rows are samples. Only at the end, when rows are missing to give every rank as many, are
+rows of the first batch repeated. When reading fails, every rank raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from acc_ops.object_collectives import scatter
+from acc_ops.tree import concatenate, find_batch_size, honor_type
+from acc_trainer.data.loader import DataLoaderShard, exact_length
+from acc_trainer.data.shard import Tail
+from acc_trainer.data.skipping import Skipped
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What rank 0 tells with each part."""
+
+    is_last: bool
+    tail: Tail | None = None
+    remainder: int | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What one step sends: a part for each rank, and the rows that are samples where not all are."""
+
+    parts: list[Any]
+    rows: int
+    tail: Tail | None
+
+
+class DataLoaderDispatcher(DataLoaderShard):
+    """A loader that only rank 0 iterates.
+
+    `slice_fn(data, slice, process_index, num_processes)` cuts the joined batch for a rank; by default the rows of the slice. A tail is
+    completed from the first batch unless the loader drops it. Every rank sees as many batches: the loader's, over the ranks, rounded up (down
+    with `drop_last`); with `split_batches` as many as the loader has. Raises `RuntimeError` when batches of one step cannot be joined.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        split_batches: bool = False,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        slice_fn: Callable[..., Any] | None = None,
+        torch_device_mesh: Any = None,
+        iteration: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            dataset,
+            skip_batches=skip_batches,
+            use_stateful_dataloader=use_stateful_dataloader,
+            _drop_last=_drop_last,
+            _non_blocking=_non_blocking,
+            torch_device_mesh=torch_device_mesh,
+            iteration=iteration,
+            **kwargs,
+        )
+        self.split_batches = split_batches
+        self.slice_fn = slice_fn
+        self.device = self.world.device
+
+    @classmethod
+    def over(
+        cls,
+        base: Any,
+        split_batches: bool = False,
+        slice_fn: Callable[..., Any] | None = None,
+        **settings: Any,
+    ) -> Any:
+        """The same around a loader that exists already."""
+        made = super().over(base, **settings)
+        made.split_batches = split_batches
+        made.slice_fn = slice_fn
+        return made
+
+    @property
+    def batches_per_step(self) -> int:
+        """Batches that rank 0 reads for one step."""
+        return 1 if self.split_batches else self.world.size
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples that all ranks together take in one step."""
+        return super().total_batch_size * self.batches_per_step
+
+    def __len__(self) -> int:
+        return self._steps(len(self.base_dataloader))
+
+    def _steps(self, batches: int) -> int:
+        whole, rest = divmod(batches, self.batches_per_step)
+        return whole if not rest or self._drop_last else whole + 1
+
+    def _batches(self, skip: int, replay: bool, itself: bool) -> Iterator[Any]:
+        if self.world.size == 1:
+            yield from super()._batches(skip, replay, itself)
+        elif self.world.is_main:
+            yield from self._read_and_send(skip, replay, itself)
+        else:
+            yield from self._receive(skip)
+
+    # rank 0 ------------------------------------------------------------------------------------------------------------------
+
+    def _read_and_send(self, skip: int, replay: bool, itself: bool) -> Iterator[Any]:
+        count = skip
+        try:
+            steps = self._grouped(skip, replay, itself)
+            following = next(steps, None)
+        except BaseException as error:
+            self._send_error(error)
+            raise
+        if following is None:
+            self._send(_Step(True, error=""), None)
+        while following is not None:
+            made = following
+            try:
+                following = next(steps, None)
+            except BaseException as error:
+                self._send_error(error)
+                raise
+            step = _Step(following is None, made.tail, made.rows if following is None else None)
+            count += 1
+            yield self._hand_over(self._send(step, made.parts), step, count)
+
+    def _grouped(self, skip: int, replay: bool, itself: bool) -> Iterator[_Parts]:
+        """The parts of each step from step `skip` on."""
+        per_step, ranks = self.batches_per_step, self.world.size
+        total = exact_length(self.base_dataloader)
+        if total is not None and skip >= self._steps(total):
+            return
+        skipped = Skipped()
+        batches = self._open(skip * per_step, replay, itself, skipped)
+        read: list[Any] = []
+
+        def first() -> Any:
+            return skipped.first_batch(self.base_dataloader) if skip and not itself else read[0]
+
+        while group := list(itertools.islice(batches, per_step)):
+            if len(group) < per_step and self._drop_last:
+                return
+            read = read or group[:1]
+            yield self._divided(group, first, ranks)
+
+    def _divided(self, group: list[Any], first: Callable[[], Any], ranks: int) -> _Parts:
+        rows = [_rows_in(batch) for batch in group]
+        if self.slice_fn is None and len(group) == ranks and len(set(rows)) == 1:
+            return _Parts(group, sum(rows), None)
+        try:
+            joined = group[0] if len(group) == 1 else concatenate(group)
+        except (TypeError, RuntimeError) as error:
+            raise RuntimeError(
+                "dispatch_batches=True has to join the batches of one step, and these cannot be joined: make all batches the same shape "
+                f"(pad in collate_fn), or use dispatch_batches=False or split_batches=True. {error}"
+            ) from error
+        total = sum(rows)
+        share = -(-total // ranks)
+        if missing := share * ranks - total:
+            begin = first()
+            spare = concatenate([begin] * -(-missing // _rows_in(begin)))
+            joined = concatenate([joined, cut_rows(spare, slice(0, missing), _rows_in(spare))])
+        real = tuple(min(share, max(0, total - rank * share)) for rank in range(ranks))
+        return _Parts(
+            [
+                self._cut(joined, slice(rank * share, (rank + 1) * share), rank, share * ranks)
+                for rank in range(ranks)
+            ],
+            total,
+            Tail(real=real, sizes=(share,) * ranks) if missing else None,
+        )
+
+    def _cut(self, joined: Any, rows: slice, rank: int, total: int) -> Any:
+        if self.slice_fn is None:
+            return cut_rows(joined, rows, total)
+        return self.slice_fn(joined, rows, process_index=rank, num_processes=self.world.size)
+
+    def _send(self, step: _Step, parts: list[Any] | None) -> Any:
+        """Give every rank its part; this rank's own."""
+        told = parts if parts is not None else [None] * self.world.size
+        return scatter([(step, part) for part in told], world=self.world)[1]
+
+    def _send_error(self, error: BaseException) -> None:
+        """Let the other ranks raise too; an error while telling them must not hide the first one."""
+        with contextlib.suppress(RuntimeError):
+            self._send(_Step(True, error=f"{type(error).__name__}: {error}"), None)
+
+    # the others --------------------------------------------------------------------------------------------------------------
+
+    def _receive(self, skip: int) -> Iterator[Any]:
+        count = skip
+        while True:
+            step, part = scatter(None, world=self.world)
+            if step.error:
+                raise RuntimeError(f"rank 0 failed while reading the next batch: {step.error}")
+            if step.error is not None:  # nothing to hand out
+                return
+            count += 1
+            yield self._hand_over(part, step, count)
+            if step.is_last:
+                return
+
+    def _hand_over(self, part: Any, step: _Step, count: int) -> Any:
+        position, grad_sync = self.position, self.grad_sync
+        position.batches = count
+        position.is_last = position.ends_window = step.is_last
+        if step.remainder is not None:
+            position.remainder = step.remainder
+        self._note_tail(step.tail)
+        if grad_sync.loaders[-1] is not position:
+            grad_sync.raise_to_top(position)
+        send = self._move
+        return part if send is None else send(part)
+
+
+def cut_rows(data: Any, rows: slice, total: int) -> Any:
+    """The rows of every tensor, and of every list without tensors that holds one entry for each of the `total` rows."""
+    if isinstance(data, torch.Tensor):
+        return data[rows] if data.dim() else data
+    if isinstance(data, Mapping):
+        made = {key: cut_rows(value, rows, total) for key, value in data.items()}
+        return made if type(data) is dict else type(data)(made)  # type: ignore[call-arg]
+    if isinstance(data, (list, tuple)):
+        if len(data) == total and not any(
+            isinstance(one, (torch.Tensor, list, tuple, Mapping)) for one in data
+        ):
+            return data[rows]
+        return honor_type(data, (cut_rows(value, rows, total) for value in data))
+    return data
+
+
+def _rows_in(batch: Any) -> int:
+    """Rows of a batch; a batch without tensors is as long as its first list."""
+    try:
+        return find_batch_size(batch)
+    except (TypeError, ValueError):
+        if isinstance(batch, (list, tuple)) and batch:
+            return len(batch)
+        raise ValueError(
+            f"dispatch_batches=True needs batches with rows to share out, got {type(batch).__name__} without a tensor; "
+            "use dispatch_batches=False"
+        ) from None

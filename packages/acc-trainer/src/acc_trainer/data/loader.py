@@ -1,0 +1,371 @@
+"""One rank's loader: its own share of the batches, and the last one known when it is handed out.
+
+[Note: when a batch is read] Where the number of batches is exact (torch's own samplers), a batch is read when it is asked for, as a
+plain loop does, so that random augmentation and dropout draw in the same order. Elsewhere one batch is read ahead, because the last
+one must be known before it is handed out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from acc_ops.random import synchronize_rng_states
+from acc_ops.tree import send_to_device
+from acc_ops.world import World, current_world
+from acc_trainer.data.adapter import (
+    DataLoaderAdapter,
+    DataLoaderStateMixin,
+    clone_loader,
+    index_sampler,
+    is_stream,
+    iterates_itself,
+    with_indices,
+)
+from acc_trainer.data.batches import BatchWithTail, is_plainly_on_cpu
+from acc_trainer.data.samplers import (
+    ResumedIndices,
+    SkipBatchSampler,
+    check_skip,
+    get_sampler,
+    has_trusted_length,
+)
+from acc_trainer.data.shard import BatchSamplerShard, IndexShard, IterableDatasetShard, Tail
+from acc_trainer.data.skipping import END, Skipped, dropping, replaying
+
+
+class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
+    """A loader that hands out this rank's batches on `device`.
+
+    `rng_types` are synchronised over the ranks when a pass begins, `synchronized_generator` among them. `skip_batches` leaves out the
+    first batches of each pass. `iteration` is the epoch to begin with. Other arguments go to `DataLoader`.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        device: torch.device | None = None,
+        rng_types: list[Any] | None = None,
+        synchronized_generator: torch.Generator | None = None,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        torch_device_mesh: Any = None,
+        iteration: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
+        self._configure(
+            device=device,
+            rng_types=rng_types,
+            synchronized_generator=synchronized_generator,
+            skip_batches=skip_batches,
+            drop_last=_drop_last,
+            non_blocking=_non_blocking,
+            torch_device_mesh=torch_device_mesh,
+            iteration=iteration,
+        )
+
+    @classmethod
+    def over(cls, base: Any, **settings: Any) -> Any:
+        """The same around a loader that exists already; `settings` as for `_configure`."""
+        made = object.__new__(cls)
+        made._adopt(base)
+        made._configure(**settings)
+        return made
+
+    def _configure(
+        self,
+        *,
+        device: torch.device | None = None,
+        rng_types: list[Any] | None = None,
+        synchronized_generator: torch.Generator | None = None,
+        skip_batches: int = 0,
+        drop_last: bool = False,
+        non_blocking: bool = False,
+        torch_device_mesh: Any = None,
+        iteration: int = 0,
+        world: World | None = None,
+        rank: int | None = None,
+        seeded: Any = None,
+        tail: Tail | None = None,
+        uneven: bool = False,
+    ) -> None:
+        self.device = device
+        self.rng_types = rng_types
+        self.synchronized_generator = synchronized_generator
+        self.skip_batches = check_skip(skip_batches)
+        self._drop_last = drop_last
+        self._non_blocking = non_blocking
+        self.torch_device_mesh = torch_device_mesh
+        self._world = world
+        self._rank = rank  # whose share this is, where it is not the world's
+        self._seeded = seeded  # what orders the samples by (seed, epoch), if we put it there
+        self._tail = tail  # of a loader that was already split over the ranks
+        self.uneven = uneven
+        self.position.epoch = iteration
+        self.position.seed = getattr(seeded, "initial_seed", getattr(seeded, "seed", None))
+        if seeded is None:
+            self.position.generator = getattr(get_sampler(self.base_dataloader), "generator", None)
+
+    # what it is --------------------------------------------------------------------------------------------------------------
+
+    @property
+    def world(self) -> World:
+        """The ranks this loader was split over."""
+        return self._world if self._world is not None else current_world()
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples that all ranks together take in one step; 0 where batches have no fixed size."""
+        indices = index_sampler(self.base_dataloader)
+        if isinstance(indices, SkipBatchSampler):
+            indices = indices.batch_sampler
+        if isinstance(indices, BatchSamplerShard):
+            return (indices.batch_size or 0) * (1 if indices.split_batches else indices.num_processes)
+        if isinstance(indices, IndexShard):
+            return indices.num_processes
+        dataset = self.base_dataloader.dataset
+        if isinstance(dataset, IterableDatasetShard):
+            return dataset.group_size
+        size = getattr(indices, "batch_size", None) or self.base_dataloader.batch_size or 0
+        return int(size) * (self.world.size if self._tail is not None else 1)
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples of the data set, over all ranks."""
+        return len(self.dataset)
+
+    @property
+    def dataset(self) -> Any:
+        """The user's data set."""
+        dataset = self.base_dataloader.dataset
+        return dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset
+
+    def get_sampler(self) -> Any:
+        """The sampler that orders the samples."""
+        return get_sampler(self.base_dataloader)
+
+    def set_sampler(self, sampler: Any) -> None:
+        """Let `sampler` order the samples from the next pass on."""
+        self.base_dataloader = replace_sampler(self.base_dataloader, sampler)
+        self._seeded = sampler if hasattr(sampler, "set_epoch") else None
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next pass is epoch `epoch`; told to the batch sampler, the sampler and the data set where they listen."""
+        if self.position.epoch != epoch or self.position.batches:
+            self.position.set_epoch(epoch)
+        self._tell_epoch(epoch)
+
+    def _tell_epoch(self, epoch: int) -> None:
+        base = self.base_dataloader
+        told: list[Any] = []
+        for listener in (self._seeded, base.batch_sampler, base.sampler, get_sampler(base), base.dataset):
+            if hasattr(listener, "set_epoch") and not any(listener is one for one in told):
+                told.append(listener)
+                listener.set_epoch(epoch)
+
+    def _set_seed(self, seed: int | None) -> None:
+        if self._seeded is not None and seed is not None:
+            name = "initial_seed" if hasattr(self._seeded, "initial_seed") else "seed"
+            setattr(self._seeded, name, seed)
+
+    # a pass ------------------------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:
+        position = self.position
+        itself = self._continue_itself
+        self._continue_itself = False
+        skip = position.batches if itself else self.skip_batches
+        replay = position.begin(skip)
+        self._tell_epoch(position.epoch)
+        self._synchronize_generators()
+        finished = False
+        self.begin()
+        try:
+            yield from self._batches(skip, replay, itself)
+            finished = True
+        finally:
+            self.dl_state_dict = None
+            self.end(finished)
+
+    def _synchronize_generators(self) -> None:
+        if not self.rng_types or self.world.size == 1:
+            return
+        types = [
+            kind
+            for kind in self.rng_types
+            if str(getattr(kind, "value", kind)) != "generator" or self.synchronized_generator is not None
+        ]
+        if types:
+            synchronize_rng_states(types, self.synchronized_generator)
+
+    def _batches(self, skip: int, replay: bool, itself: bool) -> Iterator[Any]:
+        """The batches of this pass, on the device."""
+        total = exact_length(self.base_dataloader)
+        if total is not None and skip >= total:
+            return
+        batches = self._open(skip, replay, itself)
+        if total is not None:
+            yield from self._counted(batches, skip, total)
+        else:
+            yield from self._one_ahead(batches, skip)
+
+    def _open(self, skip: int, replay: bool, itself: bool, skipped: Skipped | None = None) -> Iterator[Any]:
+        """An iterator over the base loader from batch `skip` on; `skipped` is told what the pass would have begun with."""
+        base = self.base_dataloader
+        if itself:
+            with replaying(self.position) if replay else contextlib.nullcontext():
+                return iter(base)
+        skipped = skipped if skipped is not None else Skipped()
+        by_index = not is_stream(base) and not iterates_itself(base)
+        if not replay:
+            if not by_index:
+                return dropping(iter(base), skip, skipped)
+            skipped.indices = SkipBatchSampler(index_sampler(base), skip) if skip else None
+            return iter(with_indices(base, skipped.indices) if skip else base)
+        with replaying(self.position):
+            if not by_index:
+                return dropping(iter(base), skip, skipped)
+            indices = skipped.indices = ResumedIndices(index_sampler(base), skip)
+            batches = iter(with_indices(base, indices))
+            indices.prime()
+            return batches
+
+    def _counted(self, batches: Iterator[Any], count: int, total: int) -> Iterator[Any]:
+        """Hand out batches whose number is known."""
+        position, send = self.position, self._move
+        loaders, raise_to_top = self.grad_sync.loaders, self.grad_sync.raise_to_top
+        others = self._ends_of_ranks() - {total}
+        for batch in batches:
+            count += 1
+            position.batches = count
+            if count == total:
+                next(
+                    batches, None
+                )  # its end: samplers draw once more there, which a saved position must include
+                position.is_last = position.ends_window = True
+                self._note_tail(self._find_tail())
+            elif others:
+                position.ends_window = count in others
+            if loaders[-1] is not position:
+                raise_to_top(position)
+            yield batch if send is None else send(batch)
+
+    def _one_ahead(self, batches: Iterator[Any], count: int) -> Iterator[Any]:
+        """Hand out batches whose number is not known."""
+        position, send, grad_sync = self.position, self._move, self.grad_sync
+        stateful = self.use_stateful_dataloader
+        batch = next(batches, END)
+        while batch is not END:
+            if stateful:
+                self.dl_state_dict = self.base_dataloader.state_dict()
+            following = next(batches, END)
+            count += 1
+            position.batches = count
+            position.is_last = position.ends_window = following is END
+            self._note_tail(None)
+            if type(batch) is BatchWithTail:
+                self._note_tail(batch.tail)
+                batch = batch.batch
+            elif position.is_last:
+                self._note_tail(self._find_tail())
+            if grad_sync.loaders[-1] is not position:
+                grad_sync.raise_to_top(position)
+            yield batch if send is None else send(batch)
+            batch = following
+
+    def _ends_of_ranks(self) -> frozenset[int]:
+        """After how many batches the ranks come to their end, where the loader is split by its indices."""
+        lengths = getattr(index_sampler(self.base_dataloader), "length_of", None)
+        if lengths is None:
+            return frozenset()
+        return frozenset(lengths(rank) for rank in range(self.world.size))
+
+    def _find_tail(self) -> Tail | None:
+        """What the last group of batches consists of."""
+        if self._tail is not None:
+            return self._tail
+        indices = index_sampler(self.base_dataloader)
+        if isinstance(indices, SkipBatchSampler):
+            indices = indices.batch_sampler
+        return getattr(indices, "tail", None)
+
+    def _note_tail(self, tail: Tail | None) -> None:
+        position = self.position
+        if tail is None:
+            position.real = position.sizes = None
+            position.padding = 0
+            return
+        position.real, position.sizes = tail.real, tail.sizes
+        rank = self.world.rank if self._rank is None else self._rank
+        position.padding = tail.sizes[rank] - tail.real[rank]
+
+    @property
+    def _move(self) -> Any:
+        """What takes a batch to the device; None where there is nothing to do."""
+        device, non_blocking = self.device, self._non_blocking
+        if device is None:
+            return None
+
+        def move(batch: Any) -> Any:
+            return send_to_device(batch, device, non_blocking=non_blocking)
+
+        if device.type != "cpu":
+            return move
+        return lambda batch: batch if is_plainly_on_cpu(batch) else move(batch)
+
+
+class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
+    """A loader that leaves out its first `skip_batches` batches by reading and dropping them; for iterable data sets."""
+
+    def __init__(
+        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
+        self.skip_batches = check_skip(skip_batches)
+
+    @classmethod
+    def over(cls, base: Any, skip_batches: int) -> Any:
+        """The same around a loader that exists already."""
+        made = object.__new__(cls)
+        made._adopt(base)
+        made.skip_batches = skip_batches
+        return made
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from dropping(iter(self.base_dataloader), self.skip_batches)
+
+    def __len__(self) -> int:
+        return max(0, len(self.base_dataloader) - self.skip_batches)
+
+
+def exact_length(loader: Any) -> int | None:
+    """The number of batches where it is certain, else None."""
+    if is_stream(loader) or iterates_itself(loader) or not has_trusted_length(index_sampler(loader)):
+        return None
+    return len(loader)
+
+
+def replace_sampler(loader: Any, sampler: Any) -> Any:
+    """A copy of the loader whose samples are ordered by `sampler`, under the same batches and the same share of a rank."""
+    return (
+        clone_loader(loader, sampler=sampler, batch_sampler=_over_sampler(loader.batch_sampler, sampler))
+        if loader.batch_sampler is not None
+        else clone_loader(loader, sampler=_over_sampler(loader.sampler, sampler))
+    )
+
+
+def _over_sampler(indices: Any, sampler: Any) -> Any:
+    """`indices` with its innermost sampler replaced."""
+    name = "batch_sampler" if hasattr(indices, "batch_sampler") else "sampler"
+    if not hasattr(indices, name):
+        return sampler
+    twin = object.__new__(type(indices))
+    twin.__dict__.update(indices.__dict__)
+    twin.__dict__[name] = _over_sampler(getattr(indices, name), sampler)
+    return twin

@@ -1,0 +1,156 @@
+"""Where a loader stands: epoch, batches handed out, padding in this batch.
+
+[Note: one epoch, one order] The order of an epoch is a function of (seed, epoch), or, for a sampler that draws from torch's global
+generator, of that generator's state when the epoch began, which is kept here. So a position is all that a resumed run needs.
+
+[Note: when an epoch is over] Every pass over a loader is an epoch of its own, as every `iter()` of a torch loader draws a new order. A
+pass that ended, or was left after at least one batch, is behind us. A position that was loaded stays where it was until the next
+pass: that pass is the saved epoch, whole or without its first batches, unless the saved batch was the epoch's last.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+
+class LoaderPosition:
+    """The three numbers of a loader, and what its current batch consists of.
+
+    `real` and `sizes` hold, for the batch in use and in rank order, the rows that are samples and the rows there are; None means
+    that every row of every rank is a sample. Rows that repeat samples only to make the ranks even come last on each rank.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_at_end",
+        "_inner",
+        "_loaded",
+        "_start",
+        "batches",
+        "ends_window",
+        "epoch",
+        "generator",
+        "is_last",
+        "loader",
+        "padding",
+        "real",
+        "remainder",
+        "replay",
+        "rng",
+        "seed",
+        "sizes",
+    )
+
+    def __init__(self, epoch: int = 0, seed: int | None = None) -> None:
+        self.epoch = epoch
+        self.batches = 0
+        self.padding = 0  # rows of this rank's batch that are no samples of their own
+        self.is_last = False
+        self.ends_window = (
+            False  # it is the last batch of some rank, so gradients are exchanged on all of them
+        )
+        self.remainder = -1
+        self.real: tuple[int, ...] | None = None
+        self.sizes: tuple[int, ...] | None = None
+        self.seed = seed
+        self.generator: torch.Generator | None = None  # the user's, when samples are drawn from it directly
+        self.rng: dict[str, torch.Tensor] | None = None  # generator states when this epoch began
+        self.replay = False  # the next pass repeats a saved epoch: use `rng`
+        self.loader: weakref.ref[Any] | None = None
+        self._inner: Callable[[], dict[str, Any]] | None = None  # state of a stateful loader
+        self._start = 0
+        self._loaded = False
+        self._at_end = False  # the pass was left at its last batch
+
+    def begin(self, skip: int = 0) -> bool:
+        """A pass begins that leaves out `skip` batches; True when it repeats a saved epoch."""
+        behind = self._at_end or self.batches > self._start
+        if self._loaded and skip and skip >= self.batches:
+            behind = False  # the rest of the saved epoch, of which nothing is left
+        if behind:
+            self.epoch += 1
+        replay = self.replay and not behind
+        self._loaded = self.replay = self._at_end = False
+        self._start = self.batches = skip
+        self.is_last = self.ends_window = False
+        self.padding = 0
+        self.real = self.sizes = None
+        if not replay:
+            self.rng = self._generator_states()
+        return replay
+
+    def finish(self) -> None:
+        """The pass came to the end of the data: the next one is the next epoch."""
+        self.epoch += 1
+        self.batches = self._start = 0
+        self.is_last = False
+        self.close()
+        self.rng = None
+
+    def close(self) -> None:
+        """No batch is in use any more."""
+        self._at_end = self.is_last
+        self.is_last = self.ends_window = False
+        self.remainder = -1
+        self.padding = 0
+        self.real = self.sizes = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next pass is epoch `epoch`, from its first batch unless it is told to skip."""
+        self.epoch = epoch
+        self.batches = self._start = 0
+        self._loaded = self.replay = self._at_end = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a resumed run needs to continue this loader; plain numbers and tensors."""
+        finished = self.is_last or self._at_end
+        state: dict[str, Any] = {
+            "epoch": self.epoch,
+            "batches": self.batches,
+            "padding": self.padding,
+            "finished": finished,
+            "seed": self.seed,
+        }
+        if self.batches and not finished:
+            state["rng"] = self.rng
+        elif self.generator is not None:
+            state["generator"] = self.generator.get_state()
+        if self._inner is not None:
+            state["loader"] = self._inner()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go back to where `state_dict` was taken.
+
+        Raises `ValueError` when `state` is not the state of a loader.
+        """
+        missing = {"epoch", "batches"} - set(state)
+        if missing:
+            raise ValueError(
+                f"not the state of a data loader: {sorted(missing)} missing, it has {sorted(state)}"
+            )
+        self.epoch = int(state["epoch"])
+        self.batches = int(state["batches"])
+        self._start = self.batches
+        self._loaded = True
+        if state.get("seed") is not None:
+            self.seed = int(state["seed"])
+        self.rng = state.get("rng")
+        self.replay = self.rng is not None
+        if self.generator is not None and state.get("generator") is not None:
+            self.generator.set_state(state["generator"])
+        self.is_last = self.ends_window = False
+        self._at_end = bool(state.get("finished"))
+        loader = self.loader() if self.loader is not None else None
+        if loader is not None:
+            loader._position_loaded(state)
+
+    def _generator_states(self) -> dict[str, torch.Tensor]:
+        states = {"torch": torch.get_rng_state()}
+        if self.generator is not None:
+            states["generator"] = self.generator.get_state()
+        return states

@@ -1,0 +1,306 @@
+"""From a torch DataLoader to a rank's own: which samples it reads, in which order, and where they go."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
+
+from acc_ops.world import World, current_world
+from acc_trainer.data.adapter import (
+    DataLoaderAdapter,
+    clone_loader,
+    index_sampler,
+    is_stream,
+    iterates_itself,
+    stateful_loader_class,
+    with_indices,
+)
+from acc_trainer.data.batches import CollateWithTail
+from acc_trainer.data.dispatch import DataLoaderDispatcher
+from acc_trainer.data.loader import DataLoaderShard, SkipDataLoader, replace_sampler
+from acc_trainer.data.samplers import SkipBatchSampler, check_skip, get_sampler, is_random, seedable
+from acc_trainer.data.shard import BatchSamplerShard, IndexShard, IterableDatasetShard, Tail
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Share:
+    """Which share of the samples a rank takes."""
+
+    ranks: int
+    rank: int
+    split_batches: bool
+    even_batches: bool
+
+
+def prepare_data_loader(
+    dataloader: DataLoader[Any],
+    device: torch.device | None = None,
+    num_processes: int | None = None,
+    process_index: int | None = None,
+    split_batches: bool = False,
+    put_on_device: bool = False,
+    rng_types: list[Any] | None = None,
+    dispatch_batches: bool | None = None,
+    even_batches: bool = True,
+    slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    use_seedable_sampler: bool = False,
+    data_seed: int | None = None,
+    non_blocking: bool = False,
+    use_stateful_dataloader: bool = False,
+    torch_device_mesh: Any = None,
+) -> Any:
+    """A loader that gives this process its share of `dataloader`'s batches, on `device` if `put_on_device`.
+
+    `dispatch_batches` lets rank 0 read and send; None means so for iterable data sets that go to a device. The number and index of
+    the process come from the current world unless given; with `torch_device_mesh` ranks that differ only in tensor or context parallelism
+    get the same data. Everything else of the loader stays: its class, workers, collate function, attributes. Raises `ValueError` for
+    `dispatch_batches=True` without `put_on_device`, and for `split_batches` with a batch size the processes do not divide.
+    """
+    if not isinstance(dataloader, DataLoader):
+        raise TypeError(f"a torch DataLoader is needed, got {type(dataloader).__name__}")
+    if isinstance(dataloader, DataLoaderAdapter):
+        return dataloader
+    world = current_world()
+    ranks, rank = _data_ranks(torch_device_mesh, world, num_processes, process_index)
+    stream = isinstance(dataloader.dataset, IterableDataset)
+    if dispatch_batches is None:
+        dispatch_batches = stream and put_on_device
+    if dispatch_batches and not put_on_device:
+        raise ValueError(
+            "dispatch_batches=True sends batches to the ranks' devices, so it needs put_on_device=True"
+        )
+    share = _Share(ranks=ranks, rank=rank, split_batches=split_batches, even_batches=even_batches)
+    _check_split(dataloader, share)
+    together = world if world.size == ranks and world.size > 1 else None
+    by_epoch = use_stateful_dataloader or (ranks > 1 and not dispatch_batches)
+    base, seeded = _ordered(dataloader, by_epoch, use_seedable_sampler, data_seed, together)
+    settings: dict[str, Any] = {
+        "device": device if put_on_device else None,
+        "rng_types": rng_types,
+        "synchronized_generator": None if seeded is not None else _generator_of(base),
+        "drop_last": _drops_last(base),
+        "non_blocking": non_blocking,
+        "torch_device_mesh": torch_device_mesh,
+        "seeded": seeded,
+        "world": _as_seen_by(world, ranks),
+    }
+    if dispatch_batches:
+        base = _as_stateful(base) if use_stateful_dataloader else base
+        return DataLoaderDispatcher.over(
+            base, split_batches=split_batches, slice_fn=slice_fn_for_dispatch, **settings
+        )
+    tail = _tail_of_distributed(base, ranks)
+    if tail is _NOT_SPLIT and ranks > 1:
+        base = _sharded(base, share)
+    base = _as_stateful(base) if use_stateful_dataloader else base
+    known = None if tail is _NOT_SPLIT else tail
+    return DataLoaderShard.over(
+        base, tail=known, uneven=not even_batches or tail is not _NOT_SPLIT, rank=rank, **settings
+    )
+
+
+def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+    """The same loader without its first `num_batches` batches; a prepared one stays at the same epoch and position.
+
+    Its pass counts as the epoch of the loader it was made from, which goes on with the next one. Samples are left out by index, without
+    being read, unless the data set is a stream or the loader's class has an `__iter__` of its own: those are read and dropped.
+    """
+    count = check_skip(num_batches)
+    if isinstance(dataloader, DataLoaderShard):
+        twin = dataloader._twin(dataloader.base_dataloader)
+        twin.skip_batches = dataloader.skip_batches + count
+        return twin
+    if isinstance(dataloader, SkipDataLoader):
+        twin = dataloader._twin(dataloader.base_dataloader)
+        twin.skip_batches = dataloader.skip_batches + count
+        return twin
+    if not isinstance(dataloader, DataLoader):
+        raise TypeError(f"a data loader is needed, got {type(dataloader).__name__}")
+    if is_stream(dataloader) or iterates_itself(dataloader):
+        return SkipDataLoader.over(dataloader, count)
+    return with_indices(dataloader, SkipBatchSampler(index_sampler(dataloader), count))
+
+
+def _data_ranks(
+    mesh: Any, world: World, num_processes: int | None, process_index: int | None
+) -> tuple[int, int]:
+    """How many shares the data has, and which one is this process's."""
+    ranks = world.size if num_processes is None else num_processes
+    rank = world.rank if process_index is None else process_index
+    if not 0 <= rank < ranks:
+        raise ValueError(f"process_index must be in 0..{ranks - 1}, got {rank}")
+    names = getattr(mesh, "mesh_dim_names", None) or ()
+    if mesh is None or not names:
+        return ranks, rank
+    shares, mine = 1, 0
+    for name in names:
+        if str(name).startswith("dp"):  # other dimensions split the model or the sequence: same data
+            size = mesh[name].size()
+            shares, mine = shares * size, mine * size + mesh.get_local_rank(name)
+    return shares, mine
+
+
+def _as_seen_by(world: World, ranks: int) -> World | None:
+    """The world to ask at each pass; None (the current one) where the caller named other ranks than there are."""
+    return world if world.size == ranks else None
+
+
+def _check_split(loader: Any, share: _Share) -> None:
+    if not share.split_batches or share.ranks == 1:
+        return
+    size = (
+        loader.batch_size
+        if loader.batch_size is not None
+        else getattr(loader.batch_sampler, "batch_size", None)
+    )
+    if size is None or size % share.ranks:
+        raise ValueError(
+            f"split_batches=True needs a batch size that is a multiple of the {share.ranks} processes, got {size}: "
+            "choose another batch_size, or split_batches=False"
+        )
+
+
+def _ordered(
+    loader: Any,
+    by_epoch: bool,
+    use_seedable_sampler: bool,
+    data_seed: int | None,
+    together: World | None,
+) -> tuple[Any, Any]:
+    """The loader with its random sampler ordered by (seed, epoch), and what to tell the epoch; unchanged where that is not needed.
+
+    On one rank torch's sampler stays, so that the order is that of a plain loop. With `by_epoch` it must follow from the epoch: on several
+    ranks, which need the same order, and for a stateful loader, which goes on in the middle of it.
+    """
+    sampler = get_sampler(loader)
+    wanted = (use_seedable_sampler and type(sampler) is RandomSampler) or (by_epoch and is_random(sampler))
+    if not wanted:
+        return loader, None
+    given = sampler.generator if sampler.generator is not None else loader.generator
+    if use_seedable_sampler and data_seed is not None:
+        seed = int(data_seed)
+    elif given is not None:
+        seed = given.initial_seed()
+    elif use_seedable_sampler:
+        seed = torch.initial_seed()
+    else:
+        seed = _drawn_seed()
+    if together is not None:
+        seed = int(together.comm.broadcast_object(seed))
+    made, seeded = seedable(sampler, seed % (1 << 63))
+    return replace_sampler(loader, made), seeded
+
+
+def _drawn_seed() -> int:
+    """What torch's generator would give next; it is not moved, so one rank and several draw the same afterwards."""
+    twin = torch.Generator()
+    twin.set_state(torch.get_rng_state())
+    return int(torch.empty((), dtype=torch.int64).random_(generator=twin).item())
+
+
+def _generator_of(loader: Any) -> torch.Generator | None:
+    """The generator a sampler or a stream of the user's own draws from."""
+    source = loader.dataset if is_stream(loader) else get_sampler(loader)
+    generator = getattr(source, "generator", None)
+    return generator if isinstance(generator, torch.Generator) else None
+
+
+def _drops_last(loader: Any) -> bool:
+    return bool(getattr(loader.batch_sampler, "drop_last", loader.drop_last))
+
+
+_NOT_SPLIT: Any = object()
+
+
+def _tail_of_distributed(loader: Any, ranks: int) -> Any:
+    """What the last batch of a loader that is split already consists of (None: every row is a sample), or `_NOT_SPLIT`."""
+    sampler = get_sampler(loader)
+    parts = getattr(sampler, "num_replicas", None)
+    if is_stream(loader) or not isinstance(parts, int) or parts < 2 or not hasattr(sampler, "rank"):
+        return _NOT_SPLIT
+    if parts != ranks:
+        logger.warning(
+            "the loader's sampler splits the data over %d ranks, but there are %d: it is used as it is, not split again",
+            parts,
+            ranks,
+        )
+        return None
+    repeated = getattr(sampler, "total_size", 0) - len(loader.dataset)
+    size = getattr(loader.batch_sampler, "batch_size", None)
+    if not isinstance(sampler, DistributedSampler) or repeated <= 0 or size is None or _drops_last(loader):
+        return None
+    rows = len(sampler) % size or size
+    real = tuple(rows - (1 if rank >= parts - repeated else 0) for rank in range(parts))
+    return Tail(real=real, sizes=(rows,) * parts)
+
+
+def _sharded(loader: Any, share: _Share) -> Any:
+    """The loader with this rank's share of the indices, or of the stream."""
+    if is_stream(loader):
+        return _sharded_stream(loader, share)
+    indices = index_sampler(loader)
+    if loader.batch_sampler is None and not isinstance(indices, BatchSampler):
+        return with_indices(loader, IndexShard(indices, share.ranks, share.rank, share.even_batches))
+    shard = BatchSamplerShard(indices, share.ranks, share.rank, share.split_batches, share.even_batches)
+    return with_indices(loader, shard)
+
+
+def _sharded_stream(loader: Any, share: _Share) -> Any:
+    if isinstance(loader.dataset, IterableDatasetShard):
+        return loader  # the user's own sharding
+    shard = IterableDatasetShard(
+        loader.dataset,
+        batch_size=loader.batch_size or 1,
+        drop_last=loader.drop_last,
+        num_processes=share.ranks,
+        process_index=share.rank,
+        split_batches=share.split_batches and loader.batch_size is not None,
+    )
+    shard.marks = True
+    replaced: dict[str, Any] = {"dataset": shard, "collate_fn": CollateWithTail(loader.collate_fn)}
+    if shard.split_batches:
+        size = loader.batch_size // share.ranks
+        replaced.update(batch_size=size, batch_sampler=BatchSampler(loader.sampler, size, loader.drop_last))
+    return clone_loader(loader, **replaced)
+
+
+def _as_stateful(loader: Any) -> Any:
+    """The loader as torchdata's StatefulDataLoader."""
+    stateful = stateful_loader_class()
+    if isinstance(loader, stateful):
+        return loader
+    if iterates_itself(loader):
+        raise ValueError(
+            f"{type(loader).__name__} has an __iter__ of its own, which a stateful loader would lose: "
+            "derive it from torchdata's StatefulDataLoader, or leave use_stateful_dataloader out"
+        )
+    known = set(inspect.signature(stateful.__init__).parameters)
+    kept = {
+        name: getattr(loader, name)
+        for name in (
+            "num_workers",
+            "collate_fn",
+            "pin_memory",
+            "timeout",
+            "worker_init_fn",
+            "multiprocessing_context",
+            "generator",
+            "prefetch_factor",
+            "persistent_workers",
+            "in_order",
+        )
+        if name in known and hasattr(loader, name)
+    }
+    if is_stream(loader):
+        return stateful(loader.dataset, batch_size=loader.batch_size, drop_last=loader.drop_last, **kept)
+    if loader.batch_sampler is None:
+        return stateful(loader.dataset, batch_size=None, sampler=loader.sampler, **kept)
+    return stateful(loader.dataset, batch_sampler=loader.batch_sampler, **kept)

@@ -1,0 +1,101 @@
+"""A configuration file (YAML or JSON, accelerate's keys) as option values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from acc_ops.options import closest, options_of
+
+from .errors import LaunchError
+from .options import LaunchOptions
+from .unbuilt import FILE_KEYS, refusal, turns_on
+
+_IGNORED = {"main_training_function"}  # always in the file, and only a TPU launch looks at it
+_DISTRIBUTED = {"NO": {}, "MULTI_GPU": {"multi_gpu": True}, "MULTI_CPU": {"use_cpu": True}}
+_OTHER_GPUS = ("MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_HPU", "MULTI_NEURON")
+
+
+def read_config_file(path: str) -> dict[str, Any]:
+    """The file's values by key of LaunchOptions.
+
+    LaunchError when it cannot be read, holds an unknown key (named, with the closest known one), or asks for something
+    that is not built yet.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    except OSError as error:
+        raise LaunchError(f"--config_file {path} cannot be read: {error.strerror}") from None
+    return _checked(_parsed(text, path), path)
+
+
+def _parsed(text: str, path: str) -> dict[str, Any]:
+    content: Any
+    try:
+        if text.lstrip().startswith("{"):
+            import json  # noqa: PLC0415  as below
+
+            content = json.loads(text)
+        else:
+            import yaml  # noqa: PLC0415  16 ms that only a launch with a YAML file pays
+
+            try:
+                content = yaml.safe_load(text)
+            except yaml.YAMLError as error:
+                raise ValueError(error) from None
+    except ValueError as error:
+        raise LaunchError(
+            f"--config_file {path} is neither YAML nor JSON: {' '.join(str(error).split())}"
+        ) from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise LaunchError(f"--config_file {path} must hold keys and values, found {type(content).__name__}")
+    return content
+
+
+def _checked(content: dict[str, Any], path: str) -> dict[str, Any]:
+    known = {chosen.key for chosen in options_of(LaunchOptions) if chosen.key}
+    special = {"compute_environment", "distributed_type", "dynamo_config", *FILE_KEYS}
+    values: dict[str, Any] = {}
+    for key, value in content.items():
+        if key in known:
+            values[key] = value
+        elif key not in special:
+            near = closest(str(key), known | special)
+            raise LaunchError(f"{path}: unknown key {key!r}" + (f"; did you mean {near!r}?" if near else ""))
+        elif key not in _IGNORED and turns_on(key, value):
+            raise LaunchError(refusal(key, f"{path}: {key}"))
+    if str(content.get("compute_environment") or "LOCAL_MACHINE") != "LOCAL_MACHINE":
+        raise LaunchError(
+            f"{path}: compute_environment {content['compute_environment']}: SageMaker is not built yet"
+        )
+    if values.get("num_processes") == -1:
+        raise LaunchError(f"{path}: num_processes is -1; write how many processes there shall be")
+    return {**_distributed(content, path), **_dynamo(content, path), **_without_none(values)}
+
+
+def _distributed(content: dict[str, Any], path: str) -> dict[str, Any]:
+    kind = content.get("distributed_type", "NO")
+    name = "NO" if kind in (False, None) else str(kind).upper()  # YAML reads a bare NO as false
+    if name in _OTHER_GPUS:
+        name = "MULTI_GPU"
+    if name not in _DISTRIBUTED:
+        raise LaunchError(f"{path}: distributed_type {kind} is not built yet")
+    if name == "MULTI_GPU" and content.get("num_processes") == 1:
+        return {}
+    return dict(_DISTRIBUTED[name])
+
+
+def _dynamo(content: dict[str, Any], path: str) -> dict[str, Any]:
+    settings = content.get("dynamo_config") or {}
+    if not isinstance(settings, dict):
+        raise LaunchError(f"{path}: dynamo_config must hold keys and values, found {settings!r}")
+    named = {key if key.startswith("dynamo_") else f"dynamo_{key}": value for key, value in settings.items()}
+    if named.get("dynamo_backend") is False:  # YAML reads a bare NO as false
+        named["dynamo_backend"] = "no"
+    return named
+
+
+def _without_none(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}

@@ -1,0 +1,192 @@
+"""What the Accelerator's constructor decides: every option checked, the world joined, precision and strategy chosen."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from acc_ops.enums import DynamoBackend, LoggerType, RNGType
+from acc_ops.environment import get_int_from_env
+from acc_ops.handlers import KwargsHandler
+from acc_plugins.options.accumulation import GradientAccumulationPlugin
+from acc_plugins.options.compile import TorchDynamoPlugin
+from acc_plugins.options.dataloader import DataLoaderConfiguration
+from acc_plugins.options.kwargs import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+)
+from acc_plugins.options.project import ProjectConfiguration
+from acc_plugins.strategies.registry import choose_precision, choose_strategy
+from acc_plugins.strategies.strategy import Strategy
+from acc_trainer.grad_sync import GradSync
+from acc_trainer.state import AcceleratorState, is_initialized, sync_from_plugin
+
+UNSET: Any = object()
+_HANDLERS: dict[type[KwargsHandler], str] = {
+    AutocastKwargs: "autocast",
+    DistributedDataParallelKwargs: "ddp",
+    GradScalerKwargs: "scaler",
+    InitProcessGroupKwargs: "init",
+    ProfileKwargs: "profile",
+}
+
+
+@dataclass(kw_only=True)
+class Handlers:
+    """The keyword handlers of a run, by what they are for."""
+
+    autocast: AutocastKwargs | None = None
+    ddp: DistributedDataParallelKwargs | None = None
+    scaler: GradScalerKwargs | None = None
+    init: InitProcessGroupKwargs | None = None
+    profile: ProfileKwargs | None = None
+
+
+@dataclass(kw_only=True)
+class Setup:
+    """Everything that an Accelerator is made of."""
+
+    state: AcceleratorState
+    strategy: Strategy
+    grad_sync: GradSync
+    project: ProjectConfiguration
+    dataloader: DataLoaderConfiguration
+    dynamo: TorchDynamoPlugin
+    handlers: Handlers = field(default_factory=Handlers)
+    rng_types: list[Any] = field(default_factory=lambda: ["generator"])
+    log_with: list[Any] = field(default_factory=list)
+
+
+def refuse_unbuilt(**given: Any) -> None:
+    """Raise `ValueError` for an option of an engine that this version has not got; silence would train something else."""
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(
+                f"{name} was given ({value!r:.80}), but that engine is not built yet in acc: leave it out"
+            )
+
+
+def sort_handlers(handlers: Sequence[KwargsHandler] | None) -> Handlers:
+    """Each handler to its place.
+
+    Raises `TypeError` for what is no handler, `ValueError` for two of a kind and for a kind that nothing uses yet.
+    """
+    made = Handlers()
+    for handler in handlers or ():
+        if not isinstance(handler, KwargsHandler):
+            raise TypeError(f"kwargs_handlers takes KwargsHandler objects, got {handler!r}")
+        place = next((name for kind, name in _HANDLERS.items() if isinstance(handler, kind)), None)
+        if place is None:
+            raise ValueError(
+                f"{type(handler).__name__} has no effect yet in acc: leave it out of kwargs_handlers"
+            )
+        if getattr(made, place) is not None:
+            raise ValueError(f"only one {type(handler).__name__} can be given in kwargs_handlers")
+        setattr(made, place, handler)
+    return made
+
+
+def count_of_steps(steps: int, plugin: GradientAccumulationPlugin | None) -> GradSync:
+    """The accumulation counter. ACCELERATE_GRADIENT_ACCUMULATION_STEPS beats the argument.
+
+    Raises `ValueError` for a number of steps together with a plugin, and for one below 1.
+    """
+    if plugin is not None:
+        if not isinstance(plugin, GradientAccumulationPlugin):
+            raise TypeError(
+                f"gradient_accumulation_plugin must be a GradientAccumulationPlugin, got {plugin!r}"
+            )
+        if steps != 1:
+            raise ValueError(
+                f"give either gradient_accumulation_steps (here {steps}) or a gradient_accumulation_plugin, not both"
+            )
+        return sync_from_plugin(plugin)
+    GradSync(steps)  # a bad argument is an error also where the environment decides
+    steps = get_int_from_env(["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"], steps)
+    return sync_from_plugin(GradientAccumulationPlugin(num_steps=steps))
+
+
+def project_of(project_dir: Any, config: ProjectConfiguration | None) -> ProjectConfiguration:
+    """The folders of the run; `project_dir` fills in what `config` leaves open."""
+    if config is not None and not isinstance(config, ProjectConfiguration):
+        raise TypeError(f"project_config must be a ProjectConfiguration, got {config!r}")
+    made = config if config is not None else ProjectConfiguration()
+    if project_dir is not None and made.project_dir is None:
+        made.set_directories(os.fspath(project_dir))
+    return made
+
+
+def dataloader_of(config: DataLoaderConfiguration | None, split_batches: Any) -> DataLoaderConfiguration:
+    """How loaders are prepared; `split_batches` of the Accelerator counts where it was given."""
+    if config is not None and not isinstance(config, DataLoaderConfiguration):
+        raise TypeError(f"dataloader_config must be a DataLoaderConfiguration, got {config!r}")
+    made = config if config is not None else DataLoaderConfiguration()
+    return made if split_batches is UNSET else replace(made, split_batches=bool(split_batches))
+
+
+def dynamo_of(backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
+    """How models are compiled. Raises `ValueError` when both ways to say it are used."""
+    if backend is not None and plugin is not None:
+        raise ValueError("give either dynamo_backend or dynamo_plugin, not both")
+    if plugin is not None:
+        if not isinstance(plugin, TorchDynamoPlugin):
+            raise TypeError(f"dynamo_plugin must be a TorchDynamoPlugin, got {plugin!r}")
+        return plugin
+    return TorchDynamoPlugin(backend=DynamoBackend(str(backend).upper()) if backend is not None else None)
+
+
+def as_list(value: Any) -> list[Any]:
+    """None, one thing, or several, as a list."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def set_up(
+    *,
+    mixed_precision: Any,
+    cpu: bool,
+    grad_sync: GradSync,
+    project: ProjectConfiguration,
+    dataloader: DataLoaderConfiguration,
+    dynamo: TorchDynamoPlugin,
+    handlers: Handlers,
+    rng_types: Sequence[str | RNGType] | None,
+    log_with: str | LoggerType | Any,
+) -> Setup:
+    """Join the world and choose precision and strategy; the options were checked before, so a bad one joins nothing."""
+    init = handlers.init.to_kwargs() if handlers.init is not None else {}
+    first = not is_initialized()
+    state = AcceleratorState(
+        mixed_precision=mixed_precision, cpu=cpu, dynamo_plugin=dynamo, _from_accelerator=True, **init
+    )
+    try:
+        precision = choose_precision(
+            state.mixed_precision,
+            state.world.device,
+            scaler_options=handlers.scaler,
+            autocast_options=handlers.autocast,
+        )
+        strategy = choose_strategy(
+            state.world, precision, ddp_options=handlers.ddp, save_on_each_node=project.save_on_each_node
+        )
+    except BaseException:
+        if first:  # the next Accelerator must be free to choose something that works
+            AcceleratorState._reset_state()
+        raise
+    return Setup(
+        state=state,
+        strategy=strategy,
+        grad_sync=grad_sync,
+        project=project,
+        dataloader=dataloader,
+        dynamo=dynamo,
+        handlers=handlers,
+        rng_types=["generator"] if rng_types is None else list(rng_types),
+        log_with=as_list(log_with),
+    )

@@ -1,0 +1,398 @@
+"""PartialState, AcceleratorState, GradientState: the public faces over World and GradSync.
+
+[Note: shared state] Every instance of a state class shows the same dict, `_shared_state`, which existing code clears and writes to.
+There is one such dict for a process. Where ranks are threads, each rank has its own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from acc_ops.comm import ThreadComm
+from acc_ops.devices import default_device, device_row, set_device
+from acc_ops.enums import DistributedType, PrecisionType
+from acc_ops.environment import parse_choice_from_env, parse_flag_from_env
+from acc_ops.world import World, current_world, join_world, leave_world
+from acc_plugins.options.accumulation import GradientAccumulationPlugin
+from acc_trainer.grad_sync import GradSync
+from acc_trainer.processes import Processes
+
+
+class SharedState:
+    """Class attribute: the dict that all instances show; one for the process, and one for each rank that is a thread."""
+
+    def __init__(self) -> None:
+        self._process: dict[str, Any] = {}
+        self._threads: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+
+    def __get__(self, instance: Any, owner: type) -> dict[str, Any]:
+        comm = current_world().comm
+        return self._threads.setdefault(comm, {}) if isinstance(comm, ThreadComm) else self._process
+
+
+class PartialState(Processes):
+    """Who this process is: `device`, `distributed_type`, `num_processes`, `process_index`, `local_process_index`, `backend`, `debug`.
+
+    The first one joins the processes the launcher started; later ones show the same. `cpu=True` (or ACCELERATE_USE_CPU) stays on the
+    CPU; other arguments go to `torch.distributed.init_process_group`.
+    """
+
+    _shared_state = SharedState()
+
+    def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
+        self.__dict__ = self._shared_state
+        if self.initialized:
+            return
+        cpu = cpu or parse_flag_from_env("ACCELERATE_USE_CPU")
+        world = current_world()
+        if not isinstance(world.comm, ThreadComm):
+            world = join_world(cpu=cpu, **{k: v for k, v in kwargs.items() if v is not None})
+        self.__dict__.update(_facts(world, cpu))
+
+    def __repr__(self) -> str:
+        return (
+            f"Distributed environment: {self.distributed_type.value}{_backend_text(self.backend)}\n"
+            f"Num processes: {self.num_processes}\nProcess index: {self.process_index}\n"
+            f"Local process index: {self.local_process_index}\nDevice: {self.device}\n"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(_absent(self, name))
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Forget everything; the next PartialState starts anew (a process group that exists is used again)."""
+        PartialState._shared_state.clear()
+
+    @property
+    def initialized(self) -> bool:
+        """Whether a PartialState was built."""
+        return "_world" in self.__dict__
+
+    @property
+    def world(self) -> World:
+        """The World behind this face."""
+        if not self.initialized:
+            raise AttributeError(_absent(self, "world"))
+        world: World = self.__dict__["_world"]
+        return world
+
+    @property
+    def default_device(self) -> torch.device:
+        """The accelerator of this machine, else its CPU."""
+        return default_device()
+
+    def set_device(self) -> None:
+        """Make `device` the current one of its kind."""
+        set_device(self.device)
+
+    def destroy_process_group(self, group: Any = None) -> None:
+        """Leave the process group (or only `group`); nothing happens where none was made."""
+        if group is not None:
+            torch.distributed.destroy_process_group(group)
+        elif not self.fork_launched:
+            leave_world()
+
+
+def _facts(world: World, cpu: bool) -> dict[str, Any]:
+    """What the world is called in the specification."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    threads = isinstance(world.comm, ThreadComm)
+    return {
+        "_world": world,
+        "_cpu": cpu,
+        "backend": torch.distributed.get_backend() if distributed and not threads else None,
+        "device": world.device,
+        "debug": parse_flag_from_env("ACCELERATE_DEBUG_MODE"),
+        "distributed_type": _distributed_type(world),
+        "num_processes": world.size,
+        "process_index": world.rank,
+        "local_process_index": world.local_rank,
+        "fork_launched": parse_flag_from_env("FORK_LAUNCHED"),
+    }
+
+
+def _distributed_type(world: World) -> DistributedType:
+    return (
+        DistributedType.NO if world.size == 1 else DistributedType(device_row(world.device).distributed_type)
+    )
+
+
+def _backend_text(backend: str | None) -> str:
+    return f"  Backend: {backend}" if backend else ""
+
+
+def _absent(state: Any, name: str) -> str:
+    kind = type(state).__name__
+    if not state.__dict__:
+        return f"{kind} has no {name!r}: nothing is initialised yet (or it was reset); build an Accelerator() or a {kind}() first"
+    return f"{kind} has no attribute {name!r}"
+
+
+class AcceleratorState(Processes):
+    """PartialState plus the precision and the plugins of the run; built by `Accelerator`.
+
+    Attributes of a plugin that is not in use are absent, so `getattr(state, "fsdp_plugin", None)` works. Raises `ValueError` when it is
+    first built outside an Accelerator, and when a later one asks for another precision or for the CPU.
+    """
+
+    _shared_state = SharedState()
+
+    def __init__(
+        self,
+        mixed_precision: str | None = None,
+        cpu: bool = False,
+        dynamo_plugin: Any = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        parallelism_config: Any = None,
+        _from_accelerator: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self.__dict__ = self._shared_state
+        not_built = (deepspeed_plugin, fsdp_plugin, torch_tp_plugin, megatron_lm_plugin, parallelism_config)
+        if any(plugin is not None for plugin in not_built):
+            given = next(plugin for plugin in not_built if plugin is not None)
+            raise ValueError(f"{type(given).__name__} is not built yet in acc: leave it out")
+        if self.initialized:
+            self._check_initialized(mixed_precision, cpu)
+            return
+        if not _from_accelerator:
+            raise ValueError(
+                "AcceleratorState is built by Accelerator: make an Accelerator() first, or use PartialState()"
+            )
+        partial = PartialState(cpu, **kwargs)
+        self.__dict__.update(
+            _partial=partial,
+            _mixed_precision=precision_name(mixed_precision),
+            dynamo_plugin=dynamo_plugin,
+        )
+
+    def __repr__(self) -> str:
+        return f"{self._partial!r}Mixed precision type: {self.mixed_precision}\n"
+
+    def __getattr__(self, name: str) -> Any:
+        partial = self.__dict__.get("_partial")
+        if partial is not None and name in partial.__dict__:
+            return partial.__dict__[name]
+        raise AttributeError(_absent(self, name))
+
+    def _check_initialized(self, mixed_precision: str | None = None, cpu: bool | None = None) -> None:
+        """Refuse what cannot be changed any more."""
+        if cpu and self.device.type != "cpu":
+            raise ValueError(
+                f"this process already runs on {self.device}: pass cpu=True to the first Accelerator, "
+                "or call AcceleratorState._reset_state(True) before a new run"
+            )
+        if mixed_precision is not None and precision_name(mixed_precision) != self._mixed_precision:
+            raise ValueError(
+                f"mixed_precision is {self._mixed_precision!r} already and cannot become {str(mixed_precision)!r}: "
+                "pass it to the first Accelerator, or call AcceleratorState._reset_state() before a new run"
+            )
+
+    @staticmethod
+    def _reset_state(reset_partial_state: bool = False) -> None:
+        """Forget everything; `reset_partial_state` forgets the PartialState too."""
+        AcceleratorState._shared_state.clear()
+        if reset_partial_state:
+            PartialState._reset_state()
+
+    @property
+    def initialized(self) -> bool:
+        """Whether an Accelerator was built."""
+        return "_partial" in self.__dict__
+
+    @property
+    def world(self) -> World:
+        """The World behind this face."""
+        partial: PartialState = self._partial
+        return partial.world
+
+    @property
+    def mixed_precision(self) -> str:
+        """ "no", "fp16" or "bf16"."""
+        name: str = self._mixed_precision
+        return name
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether models are sharded with FSDP2."""
+        return self.distributed_type == DistributedType.FSDP
+
+    @property
+    def deepspeed_plugin(self) -> None:
+        """The DeepSpeed plugin in use: none."""
+        return
+
+    @property
+    def fork_launched(self) -> bool:
+        """Whether a notebook launcher forked this process."""
+        return bool(self._partial.fork_launched)
+
+    def destroy_process_group(self, group: Any = None) -> None:
+        """See `PartialState.destroy_process_group`."""
+        self._partial.destroy_process_group(group)
+
+
+def leave_run(state: AcceleratorState) -> None:
+    """Leave the process group; `state` keeps showing the run that is over, and the next Accelerator starts a new one."""
+    world = state.world
+    if world.size == 1 or isinstance(world.comm, ThreadComm):
+        return
+    state.destroy_process_group()
+    if torch.distributed.is_initialized():  # somebody else's, who may go on
+        return
+    state.__dict__ = {**state.__dict__, "_partial": _detached(state._partial)}
+    AcceleratorState._reset_state(True)
+
+
+def _detached(partial: PartialState) -> PartialState:
+    """A PartialState with the same facts that a reset does not empty."""
+    twin = object.__new__(PartialState)
+    twin.__dict__.update(partial.__dict__)
+    return twin
+
+
+def precision_name(mixed_precision: Any) -> str:
+    """The name of a precision; ACCELERATE_MIXED_PRECISION where it is None. Raises `ValueError` for an unknown one."""
+    name = (
+        mixed_precision
+        if mixed_precision is not None
+        else parse_choice_from_env("ACCELERATE_MIXED_PRECISION")
+    )
+    text = str(name).lower()
+    if text not in PrecisionType.list():
+        raise ValueError(f"mixed_precision must be one of {', '.join(PrecisionType.list())}, got {name!r}")
+    return text
+
+
+def is_initialized() -> bool:
+    """Whether an Accelerator was built in this process (and not reset)."""
+    return bool(AcceleratorState._shared_state)
+
+
+class GradientState:
+    """Where gradient accumulation stands; every Accelerator shows its own, `GradientState()` that of the newest one."""
+
+    _shared_state = SharedState()
+
+    def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
+        shared = self._shared_state
+        if gradient_accumulation_plugin is not None:
+            shared["grad_sync"] = sync_from_plugin(gradient_accumulation_plugin)
+        elif "grad_sync" not in shared:
+            shared["grad_sync"] = GradSync()
+        self._own: GradSync | None = None
+
+    @classmethod
+    def of(cls, grad_sync: GradSync) -> GradientState:
+        """The face of one GradSync, which becomes that of the newest Accelerator."""
+        cls._shared_state["grad_sync"] = grad_sync
+        made = cls()
+        made._own = grad_sync
+        return made
+
+    def __repr__(self) -> str:
+        return (
+            f"Sync Gradients: {self.sync_gradients}\nAt end of current dataloader: {self.end_of_dataloader}\n"
+            f"Extra samples added: {self.remainder}\nGradient accumulation plugin: {self.plugin_kwargs}\n"
+        )
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Forget the newest Accelerator's; earlier Accelerators keep their own."""
+        GradientState._shared_state.clear()
+
+    @property
+    def _sync(self) -> GradSync:
+        return self._own if self._own is not None else current_grad_sync()
+
+    @property
+    def initialized(self) -> bool:
+        """Whether there is something to show."""
+        return "grad_sync" in GradientState._shared_state
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-batch ends a window."""
+        return self._sync.sync
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self._sync.sync = bool(value)
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        self._sync.sync = bool(sync_gradients)
+
+    @property
+    def num_steps(self) -> int:
+        """Micro-batches of a full window."""
+        return self._sync.num_steps
+
+    @property
+    def adjust_scheduler(self) -> bool:
+        """Whether schedulers count the calls on which they do not move."""
+        return self._sync.adjust_scheduler
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        """Whether the last batch of a loader ends the window."""
+        return self._sync.sync_with_loader
+
+    @property
+    def plugin_kwargs(self) -> dict[str, Any]:
+        """What differs from the defaults of GradientAccumulationPlugin."""
+        return self._sync.options
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether a prepared loader is being iterated."""
+        return bool(self._sync.loaders)
+
+    @property
+    def dataloader_references(self) -> list[Any]:
+        """The loaders being iterated, the outermost first."""
+        return [loader for position in self._sync.loaders if (loader := _loader_of(position)) is not None]
+
+    @property
+    def active_dataloader(self) -> Any:
+        """The loader whose batch is in use, or None."""
+        return _loader_of(self._sync.loaders[-1]) if self._sync.loaders else None
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the batch in use is the last one of its loader."""
+        return self._sync.end_of_loader
+
+    @property
+    def remainder(self) -> int:
+        """Samples of the last group of batches; -1 outside a loader and where it is unknown."""
+        return int(getattr(self._sync.loaders[-1], "remainder", -1)) if self._sync.loaders else -1
+
+
+def _loader_of(position: Any) -> Any:
+    reference = getattr(position, "loader", None)
+    return reference() if reference is not None else None
+
+
+def current_grad_sync() -> GradSync:
+    """The GradSync of the newest Accelerator; one without accumulation where there is none."""
+    sync: GradSync = GradientState._shared_state.setdefault("grad_sync", GradSync())
+    return sync
+
+
+def sync_from_plugin(plugin: GradientAccumulationPlugin) -> GradSync:
+    """The counter that `plugin` describes."""
+    made = GradSync(
+        1 if plugin.num_steps is None else plugin.num_steps,
+        sync_with_loader=plugin.sync_with_dataloader,
+        sync_each_batch=plugin.sync_each_batch,
+        adjust_scheduler=plugin.adjust_scheduler,
+    )
+    made.options = plugin.to_kwargs()
+    return made

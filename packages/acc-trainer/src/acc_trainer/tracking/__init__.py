@@ -1,0 +1,1 @@
+"""Experiment trackers: one file each over one small interface."""

@@ -1,0 +1,232 @@
+"""What an Accelerator shows of its options and of its run: read-only names for things that live elsewhere."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.amp import GradScaler
+
+from acc_ops.enums import LoggerType, RNGType
+from acc_ops.world import World
+from acc_plugins.options.compile import TorchDynamoPlugin
+from acc_plugins.options.dataloader import DataLoaderConfiguration
+from acc_plugins.options.project import ProjectConfiguration
+from acc_plugins.precisions.precision import Precision
+from acc_plugins.strategies.strategy import Strategy
+from acc_trainer.grad_sync import GradSync
+from acc_trainer.processes import Processes
+from acc_trainer.setup import Handlers
+from acc_trainer.state import AcceleratorState
+
+if TYPE_CHECKING:
+    from acc_trainer.optimizer import AcceleratedOptimizer
+
+
+class Views(Processes):
+    """Names that scripts read; each says where the thing lives."""
+
+    state: AcceleratorState
+    strategy: Strategy
+    grad_sync: GradSync
+    project_configuration: ProjectConfiguration
+    dataloader_config: DataLoaderConfiguration
+    dynamo_plugin: TorchDynamoPlugin
+    rng_types: list[str | RNGType]
+    log_with: list[str | LoggerType | Any]
+    _handlers: Handlers
+    _optimizers: list[AcceleratedOptimizer]
+
+    # the processes
+    @property
+    def world(self) -> World:
+        """Who this process is among the others."""
+        return self.strategy.world
+
+    @property
+    def device(self) -> torch.device:
+        """Where models and batches go."""
+        return self.strategy.world.device
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes train together."""
+        return self.world.size
+
+    @property
+    def process_index(self) -> int:
+        """This process among all."""
+        return self.world.rank
+
+    @property
+    def local_process_index(self) -> int:
+        """This process among those of its machine."""
+        return self.world.local_rank
+
+    @property
+    def distributed_type(self) -> Any:
+        """The set-up by the specification's name."""
+        return self.state.distributed_type
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether several processes train on an accelerator each."""
+        return self.use_distributed and self.device.type != "cpu"
+
+    @property
+    def torch_device_mesh(self) -> Any:
+        """The world's mesh, or None."""
+        return self.world.mesh
+
+    # precision
+    @property
+    def precision(self) -> Precision:
+        """The number format that forwards run in."""
+        return self.strategy.precision
+
+    @property
+    def mixed_precision(self) -> str:
+        """ "no", "fp16" or "bf16"."""
+        return self.precision.name
+
+    @property
+    def native_amp(self) -> bool:
+        """Whether forwards run under autocast."""
+        return self.precision.name != "no"
+
+    @property
+    def scaler(self) -> GradScaler | None:
+        """The fp16 gradient scaler, or None."""
+        return self.precision.scaler
+
+    # accumulation
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether this micro-batch ends a window, so that the optimizer steps."""
+        return self.grad_sync.sync
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self.grad_sync.sync = bool(value)
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of a full window."""
+        return self.grad_sync.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        GradSync(value)  # checks it
+        self.grad_sync.num_steps = value
+
+    @property
+    def step(self) -> int:
+        """Micro-batches that `accumulate` has seen."""
+        return self.grad_sync.steps
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self.grad_sync.steps = int(value)
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last step of some prepared optimizer moved no weight."""
+        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+
+    # loaders
+    @property
+    def split_batches(self) -> bool:
+        """Whether a loader's batch is that of all processes together."""
+        return self.dataloader_config.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Whether rank 0 reads and sends; None: only streams."""
+        return self.dataloader_config.dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether the last group of batches is filled up."""
+        return self.dataloader_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self.dataloader_config.even_batches = bool(value)
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Whether the order follows from seed and epoch alone, also on one process."""
+        return self.dataloader_config.use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether copies to the device are asynchronous."""
+        return self.dataloader_config.non_blocking
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Whether loaders continue by themselves after a resume."""
+        return self.dataloader_config.use_stateful_dataloader
+
+    # the project
+    @property
+    def project_dir(self) -> str | None:
+        """The folder of the run."""
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> str | None:
+        """The folder of the trackers."""
+        return self.project_configuration.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """The number of the next automatically named checkpoint."""
+        return self.project_configuration.iteration
+
+    @property
+    def should_save_model(self) -> bool:
+        """Whether this process writes the files that only one process writes."""
+        return self.strategy.writes
+
+    # handlers
+    @property
+    def ddp_handler(self) -> Any:
+        """The DistributedDataParallelKwargs given, or None."""
+        return self._handlers.ddp
+
+    @property
+    def scaler_handler(self) -> Any:
+        """The GradScalerKwargs given, or None."""
+        return self._handlers.scaler
+
+    @property
+    def init_handler(self) -> Any:
+        """The InitProcessGroupKwargs given, or None."""
+        return self._handlers.init
+
+    @property
+    def autocast_handler(self) -> Any:
+        """The AutocastKwargs given, or None."""
+        return self._handlers.autocast
+
+    @property
+    def profile_handler(self) -> Any:
+        """The ProfileKwargs given, or None."""
+        return self._handlers.profile
+
+    # engines that are not in use
+    @property
+    def deepspeed_plugin(self) -> None:
+        """The DeepSpeed plugin in use: none."""
+        return
+
+    @property
+    def parallelism_config(self) -> None:
+        """The ParallelismConfig in use: none."""
+        return
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether models are sharded with FSDP2."""
+        return self.strategy.name == "fsdp2"

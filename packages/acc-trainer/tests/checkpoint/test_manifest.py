@@ -1,0 +1,104 @@
+"""A folder is whole when everything its manifest lists is there in its size; the newest whole one is found."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from acc_trainer.checkpoint.layout import CheckpointError
+from acc_trainer.checkpoint.manifest import (
+    Manifest,
+    check_whole,
+    files_of,
+    is_whole,
+    newest_whole,
+    read_manifest,
+)
+
+
+def _whole(folder, *, saved_at=0.0, step=0):
+    (folder / "sub").mkdir(parents=True)
+    (folder / "a.bin").write_bytes(b"12345")
+    (folder / "sub" / "b.bin").write_bytes(b"")
+    manifest = Manifest(step=step, saved_at=saved_at, files=files_of(folder))
+    (folder / "manifest.json").write_text(manifest.to_text())
+    return folder
+
+
+def test_a_manifest_is_read_back_as_it_was_written(tmp_path):
+    folder = _whole(tmp_path / "c", saved_at=1.5, step=7)
+    manifest = read_manifest(folder)
+    assert (manifest.step, manifest.saved_at, manifest.format) == (7, 1.5, 1)
+    assert manifest.files["a.bin"]["bytes"] == 5
+    assert set(manifest.files) == {"a.bin", "sub/b.bin"}
+    assert is_whole(folder)
+
+
+def test_a_missing_a_short_and_a_changed_file_are_named(tmp_path):
+    folder = _whole(tmp_path / "c")
+    (folder / "a.bin").write_bytes(b"1234X")
+    check_whole(folder)
+    with pytest.raises(CheckpointError, match=r"not whole: the bytes of a\.bin have changed"):
+        check_whole(folder, checksums=True)
+    (folder / "a.bin").write_bytes(b"123")
+    with pytest.raises(CheckpointError, match=r"not whole: a\.bin has 3 bytes, 5 were written"):
+        check_whole(folder)
+    (folder / "sub" / "b.bin").unlink()
+    (folder / "a.bin").write_bytes(b"12345")
+    with pytest.raises(CheckpointError, match=r"not whole: sub/b\.bin is missing"):
+        check_whole(folder)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"files": {}}', '{"format": "one"}'])
+def test_a_manifest_that_is_none_is_not_whole(tmp_path, text):
+    folder = _whole(tmp_path / "c")
+    (folder / "manifest.json").write_text(text)
+    assert not is_whole(folder)
+
+
+def test_a_later_format_is_refused_with_the_remedy(tmp_path):
+    folder = _whole(tmp_path / "c")
+    (folder / "manifest.json").write_text('{"format": 99}')
+    with pytest.raises(CheckpointError, match="format 99, this version reads up to 1: upgrade"):
+        read_manifest(folder)
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "a/../../b"])
+def test_a_path_cannot_leave_the_folder(tmp_path, name):
+    folder = _whole(tmp_path / "c")
+    (folder / "manifest.json").write_text(
+        json.dumps({"format": 1, "files": {name: {"bytes": 1, "crc32": 0}}})
+    )
+    with pytest.raises(CheckpointError, match="outside of the folder"):
+        read_manifest(folder)
+
+
+def test_the_newest_whole_folder_is_found_whatever_else_lies_there(tmp_path):
+    for number in (2, 9, 10, 11):
+        _whole(tmp_path / f"checkpoint_{number}", saved_at=100.0 - number)
+    (tmp_path / "checkpoint_11" / "a.bin").unlink()
+    (tmp_path / "checkpoint_99").mkdir()
+    (tmp_path / "checkpoint_100").write_text("a file")
+    _whole(tmp_path / ".checkpoint_12.writing")
+    _whole(tmp_path / "best", saved_at=1000.0)
+    assert newest_whole(tmp_path).name == "checkpoint_10"
+
+
+def test_among_names_of_the_users_own_the_one_saved_last_is_newest(tmp_path):
+    _whole(tmp_path / "z", saved_at=1.0)
+    _whole(tmp_path / "a", saved_at=2.0)
+    assert newest_whole(tmp_path).name == "a"
+
+
+def test_a_checkpoint_parked_between_two_renames_is_found(tmp_path):
+    _whole(tmp_path / "checkpoint_1")
+    _whole(tmp_path / ".checkpoint_2.old")
+    assert newest_whole(tmp_path).name == ".checkpoint_2.old"
+    _whole(tmp_path / "checkpoint_2")
+    assert newest_whole(tmp_path).name == "checkpoint_2"
+
+
+def test_nothing_is_found_where_there_is_nothing(tmp_path):
+    assert newest_whole(tmp_path) is None
+    assert newest_whole(tmp_path / "missing") is None

@@ -1,0 +1,202 @@
+"""A save writes the specification's files and ours, all or nothing, and old ones go only afterwards."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+
+import pytest
+import torch
+
+from acc_ops.testing import run_threads
+from acc_ops.world import current_world
+from acc_plugins.strategies.strategy import Strategy
+from acc_trainer.checkpoint import (
+    CheckpointError,
+    check_whole,
+    is_whole,
+    load_custom_state,
+    load_state,
+    save_custom_state,
+    save_state,
+)
+
+FILES = {
+    *("manifest.json", "model.safetensors", "optimizer.bin", "scheduler.bin", "custom_checkpoint_0.pkl"),
+    *("random_states_0.pkl", "progress_0.bin"),
+}
+
+
+def test_the_files_have_the_specifications_names(runs, tmp_path):
+    folder = save_state(runs.build(models=2, custom=2), tmp_path / "c")
+    more = {"model_1.safetensors", "optimizer_1.bin", "scheduler_1.bin", "custom_checkpoint_1.pkl"}
+    assert set(os.listdir(folder)) == FILES | more
+    torch_files = save_state(runs.build(), tmp_path / "t", safe_serialization=False)
+    assert "pytorch_model.bin" in os.listdir(torch_files)
+
+
+def test_the_manifest_says_what_was_saved(runs, tmp_path):
+    run = runs.build()
+    run.step = 12
+    folder = save_state(run, tmp_path / "c")
+    check_whole(folder, checksums=True)
+    manifest = json.loads((tmp_path / "c" / "manifest.json").read_text())
+    assert (manifest["step"], manifest["world_size"], manifest["iteration"]) == (12, 1, None)
+    assert set(manifest["files"]) == FILES - {"manifest.json"}
+    assert manifest["versions"]["torch"] == torch.__version__
+    assert manifest["objects"]["models"] == [{"name": "model", "class": "torch.nn.modules.linear.Linear"}]
+    assert manifest["objects"]["optimizers"][0]["class"].endswith("Adam")
+
+
+def test_every_rank_writes_its_own_part_and_all_get_the_same_folder(runs, tmp_path):
+    folders = run_threads(3, lambda: save_state(runs.build(), tmp_path / "c"))
+    assert folders == [str(tmp_path / "c")] * 3
+    assert {f"random_states_{r}.pkl" for r in range(3)} | {f"progress_{r}.bin" for r in range(3)} < set(
+        os.listdir(folders[0])
+    )
+    assert check_whole(folders[0]).world_size == 3
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_save_that_fails_on_one_rank_raises_on_all_and_leaves_the_old_checkpoint(runs, tmp_path, failing):
+    target = tmp_path / "c"
+
+    def rank():
+        run = runs.build()
+        save_state(run, target)
+        before = runs.picture(run)
+        runs.advance(run)
+        if current_world().rank == failing:
+            run._custom_objects[0].fail = OSError(28, "No space left on device")
+        with pytest.raises((OSError, CheckpointError), match="No space left on device"):
+            save_state(run, target)
+        load_state(run, target)
+        return runs.picture(run) == before
+
+    assert run_threads(2, rank) == [True, True]
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_automatic_names_count_up_and_only_the_limit_stays(runs, tmp_path):
+    run = runs.build(tmp_path, limit=2)
+    folders = [os.path.basename(save_state(run)) for _ in range(4)]
+    assert folders == ["checkpoint_0", "checkpoint_1", "checkpoint_2", "checkpoint_3"]
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_2", "checkpoint_3"]
+    assert run.project_configuration.iteration == 4
+
+
+def test_with_a_limit_of_one_a_failed_save_leaves_the_old_one(runs, tmp_path):
+    run = runs.build(tmp_path, limit=1)
+    save_state(run)
+    run._custom_objects[0].fail = OSError(28, "No space left on device")
+    with pytest.raises(OSError, match="No space left"):
+        save_state(run)
+    assert os.listdir(tmp_path / "checkpoints") == ["checkpoint_0"]
+    assert is_whole(tmp_path / "checkpoints" / "checkpoint_0")
+    run._custom_objects[0].fail = None
+    assert save_state(run).endswith("checkpoint_1")
+    assert os.listdir(tmp_path / "checkpoints") == ["checkpoint_1"]
+
+
+def test_the_folder_of_the_next_name_must_not_exist(runs, tmp_path):
+    (tmp_path / "checkpoints" / "checkpoint_0").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"checkpoint_0 exists already: load_state\(\) first"):
+        save_state(runs.build(tmp_path))
+
+
+def test_a_folder_is_needed(runs):
+    with pytest.raises(TypeError, match="needs output_dir"):
+        save_state(runs.build())
+
+
+def test_options_without_effect_are_said(runs, tmp_path):
+    with pytest.warns(UserWarning, match="exclude_frozen_parameters had no effect"):
+        save_state(runs.build(), tmp_path / "c", exclude_frozen_parameters=True)
+    with pytest.warns(UserWarning, match="output_dir elsewhere has no effect"):
+        save_state(runs.build(tmp_path / "p"), "elsewhere")
+
+
+def test_ranks_that_want_different_folders_all_hear_of_it(runs, tmp_path):
+    def rank():
+        with pytest.raises(CheckpointError, match="disagree on the folder to save into"):
+            save_state(runs.build(), tmp_path / str(current_world().rank))
+
+    run_threads(2, rank)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_hook_writes_into_the_transaction_and_takes_weights_out(runs, tmp_path):
+    def rank():
+        run = runs.build(models=2)
+
+        def hook(models, weights, folder):
+            assert [type(model) for model in models] == [torch.nn.Linear] * 2
+            if run.world.is_main:  # as downstream hooks do
+                with open(os.path.join(folder, "mine.txt"), "w") as file:
+                    file.write("mine")
+                weights.pop(0)
+
+        run._save_model_state_pre_hook["one"] = hook
+        save_state(run, tmp_path / "c")
+        return run._models[1].weight.tolist()
+
+    weight = run_threads(2, rank)[0]
+    assert "mine.txt" in check_whole(tmp_path / "c").files
+    from safetensors.torch import load_file
+
+    assert not (tmp_path / "c" / "model_1.safetensors").exists()
+    assert load_file(tmp_path / "c" / "model.safetensors")["weight"].tolist() == weight
+
+
+def test_a_hook_may_change_the_weights_that_are_written(runs, tmp_path):
+    run = runs.build()
+    run._save_model_state_pre_hook["one"] = lambda models, weights, folder: weights.__setitem__(
+        0, {"w": torch.ones(2)}
+    )
+    save_state(run, tmp_path / "c")
+    from safetensors.torch import load_file
+
+    assert set(load_file(tmp_path / "c" / "model.safetensors")) == {"w"}
+
+
+def test_a_linked_folder_keeps_its_link(runs, tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    assert save_state(runs.build(), tmp_path / "link") == str(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert is_whole(tmp_path / "real")
+
+
+def test_machines_with_a_disk_each_commit_a_folder_each(runs, tmp_path):
+    """Two machines of one process each: neither sees the other's folder."""
+
+    def rank():
+        run = runs.build()
+        run.world = dataclasses.replace(run.world, local_rank=0, local_size=1)
+        run.strategy = Strategy(run.world, run.precision, save_on_each_node=True)
+        home = tmp_path / f"disk_{run.world.rank}"
+        save_state(run, home / "c")
+        runs.advance(run)
+        save_state(run, home / "c")
+        want = runs.picture(run)
+        runs.advance(run)
+        load_state(run, home / "c")
+        assert os.listdir(home) == ["c"]
+        return runs.picture(run) == want, sorted(check_whole(home / "c", checksums=True).files)
+
+    (same_0, files_0), (same_1, files_1) = run_threads(2, rank)
+    assert same_0
+    assert same_1
+    shared = FILES - {"manifest.json", "random_states_0.pkl", "progress_0.bin"}
+    assert set(files_0) == shared | {"random_states_0.pkl", "progress_0.bin"}
+    assert set(files_1) == shared | {"random_states_1.pkl", "progress_1.bin"}
+
+
+def test_one_registered_object_can_be_written_alone(runs, tmp_path):
+    run = runs.build()
+    save_custom_state(run._custom_objects[0], tmp_path, index=2)
+    other = runs.build()._custom_objects[0]
+    other.value = 50
+    load_custom_state(other, tmp_path, index=2)
+    assert other.value == run._custom_objects[0].value

@@ -1,0 +1,45 @@
+"""`acc config default` writes a file that `acc launch` reads, and never overwrites one."""
+
+from __future__ import annotations
+
+import pytest
+
+from acc_ops.options import from_mapping
+from acc_trainer.cli.config import default_config, main
+from acc_trainer.launch.config_file import read_config_file
+from acc_trainer.launch.errors import LaunchError
+from acc_trainer.launch.options import LaunchOptions
+
+
+def test_the_file_is_read_back_as_options(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert main(["default", "--mixed_precision", "bf16"]) == 0
+    path = tmp_path / "accelerate" / "default_config.yaml"
+    assert str(path) in capsys.readouterr().out
+    options = from_mapping(LaunchOptions, read_config_file(str(path)))
+    assert (options.mixed_precision, options.num_processes, options.cpu) == ("bf16", 1, True)
+
+
+def test_an_existing_file_is_left_alone(tmp_path, capsys):
+    path = tmp_path / "mine.yaml"
+    path.write_text("mixed_precision: fp16\n")
+    assert main(["default", "--config-file", str(path)]) == 0
+    assert path.read_text() == "mixed_precision: fp16\n"
+    assert "exists already" in capsys.readouterr().out
+
+
+def test_several_accelerators_get_one_process_each():
+    content = default_config("no", 4)
+    assert (content["num_processes"], content["distributed_type"], content["use_cpu"]) == (
+        4,
+        "MULTI_GPU",
+        False,
+    )
+
+
+def test_an_unknown_precision_is_refused():
+    with pytest.raises(LaunchError, match="got 'fp9'"):
+        default_config("fp9", 0)
+    assert main(["default", "--mixed_precision", "fp9"]) == 2
+    assert main(["update"]) == 2

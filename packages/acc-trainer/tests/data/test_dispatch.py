@@ -1,0 +1,204 @@
+"""The dispatching loader: rank 0 reads, each rank gets its own part."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from acc_ops.testing import run_threads
+from acc_ops.world import current_world
+from acc_trainer.data.dispatch import DataLoaderDispatcher, cut_rows
+from acc_trainer.data.prepare import prepare_data_loader, skip_first_batches
+
+
+def dispatched(loader, **options):
+    return prepare_data_loader(
+        loader, device=current_world().device, put_on_device=True, dispatch_batches=True, **options
+    )
+
+
+def rows(loader):
+    return [batch.tolist() for batch in loader]
+
+
+class Stream(IterableDataset):
+    def __init__(self, size, fails_at=None):
+        self.size, self.fails_at = size, fails_at
+
+    def __iter__(self):
+        for i in range(self.size):
+            if i == self.fails_at:
+                raise OSError("disk gone")
+            yield i
+
+
+def test_only_rank_0_reads():
+    class Counting(torch.utils.data.Dataset):
+        def __init__(self):
+            self.read = 0
+
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, index):
+            self.read += 1
+            return index
+
+    def ask():
+        data = Counting()
+        return rows(dispatched(DataLoader(data, 2))), data.read
+
+    assert run_threads(2, ask) == [([[0, 1], [4, 5]], 8), ([[2, 3], [6, 7]], 0)]
+
+
+def test_the_tail_is_completed_from_the_first_batch():
+    def ask():
+        made = dispatched(DataLoader(range(5), 2))
+        tails = [
+            (batch.tolist(), made.position.real, made.end_of_dataloader, made.remainder) for batch in made
+        ]
+        return len(made), tails
+
+    (length, first), (_, second) = run_threads(2, ask)
+    assert length == 2
+    assert first == [([0, 1], None, False, 1), ([4], (1, 0), True, 1)]
+    assert second[-1][0] == [0]
+
+
+def test_split_batches_shares_out_each_batch():
+    def ask():
+        made = dispatched(DataLoader(range(6), 4), split_batches=True)
+        return rows(made), len(made), made.total_batch_size
+
+    assert run_threads(2, ask) == [([[0, 1], [4]], 2, 4), ([[2, 3], [5]], 2, 4)]
+
+
+def test_the_users_slice_function_cuts_also_after_a_skip():
+    def strided(data, piece, process_index=None, num_processes=None):
+        return data[process_index::num_processes]
+
+    def ask():
+        made = dispatched(DataLoader(torch.arange(16), 4), slice_fn_for_dispatch=strided)
+        return rows(made), rows(skip_first_batches(made, 1))
+
+    (whole, rest), _ = run_threads(2, ask)
+    assert whole == [[0, 2, 4, 6], [8, 10, 12, 14]]
+    assert rest == whole[1:]
+
+
+def test_batches_of_different_lengths_go_to_the_ranks_whole():
+    def longest(items):
+        return torch.zeros(len(items), max(items) + 1)
+
+    def ask():
+        return [tuple(b.shape) for b in dispatched(DataLoader(range(8), 2, collate_fn=longest))]
+
+    assert run_threads(2, ask) == [[(2, 2), (2, 6)], [(2, 4), (2, 8)]]
+
+
+def test_what_cannot_be_joined_is_an_error_on_every_rank():
+    def longest(items):
+        return torch.zeros(len(items), max(items) + 1)
+
+    def ask():
+        with pytest.raises(RuntimeError, match="cannot be joined"):
+            list(dispatched(DataLoader(range(7), 2, collate_fn=longest)))
+        return True
+
+    assert run_threads(2, ask) == [True, True]
+
+
+def test_a_failing_data_set_fails_on_every_rank():
+    def ask():
+        got = []
+        try:
+            for batch in dispatched(DataLoader(Stream(8, fails_at=5), 1)):
+                got.append(batch.item())
+        except (OSError, RuntimeError) as error:
+            return type(error).__name__, "disk gone" in str(error)
+        return got
+
+    assert run_threads(2, ask, timeout_s=20) == [("OSError", True), ("RuntimeError", True)]
+
+
+def test_an_empty_data_set_ends_on_every_rank():
+    assert run_threads(2, lambda: rows(dispatched(DataLoader(Stream(0), 2)))) == [[], []]
+
+
+def test_lists_of_words_are_shared_out_like_rows():
+    def words(items):
+        return {"x": torch.tensor(items), "word": [str(i) for i in items], "name": "set"}
+
+    def ask():
+        return [
+            (b["x"].tolist(), b["word"], b["name"])
+            for b in dispatched(DataLoader(range(6), 4, collate_fn=words))
+        ]
+
+    assert run_threads(2, ask) == [
+        [([0, 1, 2], ["0", "1", "2"], "set")],
+        [([3, 4, 5], ["3", "4", "5"], "set")],
+    ]
+
+
+def test_a_stream_is_dispatched_unless_told_otherwise():
+    def ask():
+        made = prepare_data_loader(DataLoader(Stream(4), 1), device=torch.device("cpu"), put_on_device=True)
+        return isinstance(made, DataLoaderDispatcher) and type(made) is DataLoaderDispatcher, rows(made)
+
+    assert run_threads(2, ask) == [(True, [[0], [2]]), (True, [[1], [3]])]
+
+
+def test_one_process_dispatches_to_itself():
+    made = dispatched(DataLoader(range(5), 2))
+    assert type(made) is DataLoaderDispatcher
+    assert rows(made) == [[0, 1], [2, 3], [4]]
+    assert rows(skip_first_batches(made, 1)) == [[2, 3], [4]]
+
+
+@pytest.mark.parametrize("seedable", [False, True])
+@pytest.mark.parametrize("split", [False, True])
+def test_ranks_resume_in_the_middle(seedable, split):
+    def make(seed):
+        own = torch.Generator().manual_seed(seed)
+        loader = DataLoader(range(20), 2, shuffle=True, generator=own)
+        return dispatched(loader, use_seedable_sampler=seedable, split_batches=split)
+
+    def ask():
+        made = make(3)
+        first, passed = rows(made), iter(made)
+        next(passed)
+        state = made.position.state_dict()
+        wanted = [batch.tolist() for batch in passed], rows(made)
+        again = make(4)
+        again.position.load_state_dict(state)
+        resumed = rows(skip_first_batches(again, 1)), rows(again)
+        return resumed == wanted, first != wanted[1], len(wanted[0])
+
+    left = 9 if split else 4
+    assert run_threads(2, ask) == [(True, True, left)] * 2
+
+
+def test_batches_without_rows_are_refused():
+    def ask():
+        with pytest.raises((ValueError, RuntimeError), match="with rows to share out"):
+            list(dispatched(DataLoader(range(4), 2, collate_fn=lambda items: 5)))
+        return True
+
+    assert run_threads(2, ask) == [True, True]
+
+
+def test_rows_are_cut_everywhere_they_are():
+    data = {
+        "a": torch.arange(4),
+        "b": (torch.zeros(4, 2), ["w", "x", "y", "z"]),
+        "c": torch.tensor(1.0),
+        "d": [1, 2],
+    }
+    part = cut_rows(data, slice(1, 3), 4)
+    assert part["a"].tolist() == [1, 2]
+    assert part["b"][0].shape == (2, 2)
+    assert part["b"][1] == ["x", "y"]
+    assert part["c"].item() == 1.0
+    assert part["d"] == [1, 2]

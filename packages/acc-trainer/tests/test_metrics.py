@@ -1,0 +1,150 @@
+"""gather_for_metrics: every sample exactly once, in order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, IterableDataset
+
+from acc_ops.testing import run_threads
+from acc_plugins.options.dataloader import DataLoaderConfiguration
+from acc_trainer import Accelerator, DataLoaderDispatcher
+
+
+class Stream(IterableDataset):
+    def __init__(self, size):
+        self.size = size
+
+    def __iter__(self):
+        return iter(range(self.size))
+
+
+def gathered(loader, *, ranks, collect=None, **options):
+    """What the ranks gather over one pass, and how many batches each saw."""
+
+    def work():
+        accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**options))
+        made = accelerator.prepare(loader)
+        seen, batches = [], 0
+        for batch in made:
+            batches += 1
+            got = accelerator.gather_for_metrics(batch if collect is None else collect(batch))
+            seen += got.tolist() if isinstance(got, torch.Tensor) else list(got)
+        return seen, batches
+
+    results = run_threads(ranks, work)
+    assert all(result == results[0] for result in results)
+    return results[0]
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    size=st.integers(0, 30),
+    share=st.integers(1, 4),
+    ranks=st.integers(1, 3),
+    split=st.booleans(),
+    drop_last=st.booleans(),
+    dispatch=st.booleans(),
+    stream=st.booleans(),
+)
+def test_every_sample_once_in_order(size, share, ranks, split, drop_last, dispatch, stream):
+    batch = share * ranks if split else share
+    loader = DataLoader(Stream(size) if stream else range(size), batch, drop_last=drop_last)
+    seen, batches = gathered(loader, ranks=ranks, split_batches=split, dispatch_batches=dispatch)
+    group = share * ranks
+    assert seen == list(range(size // group * group if drop_last else size))
+    assert batches == (size // group if drop_last else -(-size // group))
+
+
+@pytest.mark.parametrize("size", [5, 7, 8])
+def test_a_loader_without_batches_counts_items(size):
+    def collect(item):
+        return torch.as_tensor(item)
+
+    assert gathered(DataLoader(range(size), None), ranks=2, collect=collect)[0] == list(range(size))
+
+
+def test_uneven_ranks_gather_short_last_batches():
+    assert gathered(DataLoader(range(7), 2), ranks=2, even_batches=False)[0] == list(range(7))
+
+
+def test_drop_last_cuts_no_real_sample():
+    assert gathered(DataLoader(range(11), 2, drop_last=True), ranks=2)[0] == list(range(8))
+
+
+def test_pairs_of_lists_stay_pairs():
+    def work():
+        accelerator = Accelerator()
+        predictions, references = [], []
+        for batch in accelerator.prepare(DataLoader(range(7), 2)):
+            pair = ([f"p{i}" for i in batch.tolist()], [f"r{i}" for i in batch.tolist()])
+            got = accelerator.gather_for_metrics(pair)
+            assert len(got) == 2
+            predictions += got[0]
+            references += got[1]
+        return predictions, references
+
+    wanted = [f"p{i}" for i in range(7)], [f"r{i}" for i in range(7)]
+    assert run_threads(2, work) == [wanted, wanted]
+    assert run_threads(1, work) == [wanted]
+
+
+def test_nested_tensors_are_cut_leaf_by_leaf():
+    def work():
+        accelerator = Accelerator()
+        logits, words, losses = [], [], 0
+        for batch in accelerator.prepare(DataLoader(range(5), 2)):
+            got = accelerator.gather_for_metrics(
+                {
+                    "logits": batch[:, None] * torch.ones(2),
+                    "words": [str(i) for i in batch.tolist()],
+                    "loss": batch.float().mean(),
+                }
+            )
+            logits += got["logits"][:, 1].tolist()
+            words += got["words"]
+            losses += len(got["loss"])
+        return logits, words, losses
+
+    assert run_threads(2, work)[0] == ([0.0, 1.0, 2.0, 3.0, 4.0], ["0", "1", "2", "3", "4"], 3)
+
+
+def test_objects_travel_when_they_are_asked_to():
+    def work():
+        accelerator = Accelerator()
+        got = []
+        for batch in accelerator.prepare(DataLoader(range(5), 2)):
+            got += accelerator.gather_for_metrics([{"id": i} for i in batch.tolist()], use_gather_object=True)
+        return got
+
+    assert run_threads(2, work)[1] == [{"id": i} for i in range(5)]
+
+
+def test_outside_a_loop_nothing_is_cut():
+    def work():
+        accelerator = Accelerator()
+        return accelerator.gather_for_metrics(torch.tensor([accelerator.process_index])).tolist()
+
+    assert run_threads(3, work)[0] == [0, 1, 2]
+
+
+def test_the_evaluation_inside_a_training_loop_is_the_one_that_counts():
+    def work():
+        accelerator = Accelerator()
+        train, evaluation = accelerator.prepare(DataLoader(range(8), 2), DataLoader(range(5), 2))
+        got = []
+        for _ in train:
+            got.append([x for batch in evaluation for x in accelerator.gather_for_metrics(batch).tolist()])
+        return got
+
+    assert run_threads(2, work)[0] == [list(range(5))] * 2
+
+
+def test_the_dispatching_loader_is_one():
+    def work():
+        accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+        return isinstance(accelerator.prepare(DataLoader(range(4), 2)), DataLoaderDispatcher)
+
+    assert run_threads(2, work) == [True, True]

@@ -1,0 +1,192 @@
+"""AcceleratedScheduler: one move for each real update."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ConstantLR,
+    CosineAnnealingLR,
+    LambdaLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+)
+from torch.utils.data import DataLoader
+
+from acc_ops.testing import run_threads
+from acc_plugins.options.dataloader import DataLoaderConfiguration
+from acc_trainer import Accelerator
+from acc_trainer.scheduler import AcceleratedScheduler
+
+
+def run(make, *, steps, accumulate=1, **options):
+    """The learning rate after every call of `scheduler.step()`."""
+    accelerator = Accelerator(gradient_accumulation_steps=accumulate, **options)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer, scheduler, loader = accelerator.prepare(
+        model,
+        optimizer,
+        make(optimizer),
+        DataLoader(torch.ones(steps * accelerator.num_processes, 1), batch_size=1),
+    )
+    rates = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).sum())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        rates.append(round(optimizer.param_groups[0]["lr"], 9))
+    return rates
+
+
+def plain(make, steps):
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = make(optimizer)
+    rates = []
+    for _ in range(steps):
+        optimizer.step()
+        scheduler.step()
+        rates.append(round(optimizer.param_groups[0]["lr"], 9))
+    return rates
+
+
+SCHEDULES = [
+    lambda o: LambdaLR(o, lambda step: 0.9**step),
+    lambda o: CosineAnnealingLR(o, 10),
+    lambda o: OneCycleLR(o, max_lr=1.0, total_steps=8),
+    lambda o: ChainedScheduler([ConstantLR(o, 0.5, 2), LambdaLR(o, lambda step: 0.9**step)]),
+]
+
+
+@pytest.mark.parametrize("make", SCHEDULES)
+def test_on_one_process_the_rates_are_those_of_a_plain_loop(make):
+    assert run(make, steps=6) == plain(make, 6)
+
+
+@pytest.mark.parametrize("make", SCHEDULES)
+def test_accumulation_moves_the_schedule_once_per_update(make):
+    rates = run(make, steps=7, accumulate=2)
+    assert rates[1::2] + rates[6:] == plain(make, 4)
+    assert rates[2::2][:2] == rates[1::2][:2]
+
+
+def test_a_step_counts_for_every_process_but_never_past_the_end():
+    def work():
+        return run(lambda o: LambdaLR(o, lambda step: step), steps=3), run(
+            lambda o: OneCycleLR(o, max_lr=1.0, total_steps=5), steps=4
+        )
+
+    (counted, ended), _ = run_threads(2, work)
+    assert counted == [2, 4, 6]
+    assert ended[1] == plain(lambda o: OneCycleLR(o, max_lr=1.0, total_steps=5), 4)[3]
+    assert ended[2] == ended[3]
+
+
+def test_with_split_batches_a_step_counts_once():
+    def work():
+        accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+        optimizer, scheduler = accelerator.prepare(optimizer, LambdaLR(optimizer, lambda step: step))
+        optimizer.step()
+        scheduler.step()
+        return optimizer.param_groups[0]["lr"]
+
+    assert run_threads(2, work) == [1, 1]
+
+
+def test_a_plateau_counts_once_per_call_on_any_number_of_processes():
+    def work():
+        accelerator = Accelerator()
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+        optimizer, scheduler = accelerator.prepare(
+            optimizer, ReduceLROnPlateau(optimizer, factor=0.1, patience=3)
+        )
+        rates = []
+        for _ in range(5):
+            scheduler.step(1.0)
+            rates.append(optimizer.param_groups[0]["lr"])
+        return rates
+
+    assert run_threads(2, work) == [[1.0] * 4 + [0.1]] * 2
+
+
+def test_a_skipped_step_does_not_move_the_schedule():
+    accelerator = Accelerator(mixed_precision="fp16")
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer, scheduler = accelerator.prepare(
+        model, optimizer, LambdaLR(optimizer, lambda step: step + 1)
+    )
+    accelerator.backward(model(torch.ones(1, 1)).sum() * float("inf"))
+    optimizer.step()
+    scheduler.step()
+    assert scheduler.get_last_lr() == [1.0]
+
+
+def test_not_tied_to_the_optimizer_it_always_moves():
+    accelerator = Accelerator(gradient_accumulation_steps=4, step_scheduler_with_optimizer=False)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    optimizer, scheduler = accelerator.prepare(optimizer, LambdaLR(optimizer, lambda step: step))
+    with accelerator.accumulate():
+        scheduler.step()
+        scheduler.step()
+    assert scheduler.get_last_lr() == [2]
+
+
+def test_a_scheduler_of_the_users_own_is_one_too():
+    class Halving:
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+
+        def step(self):
+            for group in self.optimizer.param_groups:
+                group["lr"] /= 2
+            return "halved"
+
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, state):
+            pass
+
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    optimizer, scheduler = accelerator.prepare(optimizer, Halving(optimizer))
+    assert isinstance(scheduler, AcceleratedScheduler)
+    with accelerator.accumulate():
+        assert scheduler.step() is None
+    with accelerator.accumulate():
+        optimizer.step()
+        assert scheduler.step() == "halved"
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_each_scheduler_follows_its_own_optimizer():
+    accelerator = Accelerator()
+    one, two = (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0) for _ in range(2))
+    scheduler, one, two = accelerator.prepare(LambdaLR(two, lambda step: step), one, two)
+    assert scheduler.optimizers == [two]
+    elsewhere = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    assert accelerator.prepare_scheduler(LambdaLR(elsewhere, lambda step: step)).optimizers == [one, two]
+
+
+def test_the_rest_is_the_schedulers():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    scheduler = AcceleratedScheduler(CosineAnnealingLR(optimizer, 10), [])
+    scheduler.step()
+    assert scheduler.T_max == 10
+    assert scheduler.last_epoch == 1
+    state = scheduler.state_dict()
+    scheduler.step()
+    scheduler.load_state_dict(state)
+    assert scheduler.last_epoch == 1
+    assert len(scheduler.get_lr()) == 1
+    assert copy.deepcopy(scheduler).T_max == 10
+    with pytest.raises(AttributeError):
+        scheduler.nothing_of_this_name

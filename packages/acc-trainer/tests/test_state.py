@@ -1,0 +1,118 @@
+"""The public states: shared, resettable, with the specification's errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from acc_ops.enums import DistributedType
+from acc_ops.testing import run_threads
+from acc_ops.world import current_world
+from acc_plugins.options.accumulation import GradientAccumulationPlugin
+from acc_trainer import Accelerator
+from acc_trainer.grad_sync import GradSync
+from acc_trainer.state import (
+    AcceleratorState,
+    GradientState,
+    PartialState,
+    is_initialized,
+    precision_name,
+)
+
+
+def test_all_partial_states_show_the_same():
+    first, second = PartialState(), PartialState()
+    assert first.__dict__ is second.__dict__
+    assert PartialState._shared_state["num_processes"] == 1
+    assert first.device == torch.device("cpu")
+    assert first.distributed_type is DistributedType.NO
+    assert repr(first).startswith("Distributed environment: NO")
+
+
+def test_threads_are_ranks_with_states_of_their_own():
+    def ask():
+        state = PartialState()
+        return state.process_index, state.num_processes, state.distributed_type, state.is_last_process
+
+    assert run_threads(2, ask) == [
+        (0, 2, DistributedType.MULTI_CPU, False),
+        (1, 2, DistributedType.MULTI_CPU, True),
+    ]
+    assert not PartialState._shared_state
+
+
+def test_a_missing_attribute_is_an_attribute_error():
+    Accelerator()
+    assert getattr(AcceleratorState(), "fsdp_plugin", None) is None
+    with pytest.raises(AttributeError, match="fsdp_plugin"):
+        AcceleratorState().fsdp_plugin
+    PartialState._reset_state()
+    state = object.__new__(PartialState)
+    with pytest.raises(AttributeError, match="nothing is initialised yet"):
+        state.device
+
+
+def test_the_accelerator_state_is_built_by_the_accelerator_only():
+    with pytest.raises(ValueError, match="built by Accelerator"):
+        AcceleratorState()
+    assert not is_initialized()
+    accelerator = Accelerator()
+    assert is_initialized()
+    assert AcceleratorState().device == accelerator.device
+    assert AcceleratorState().process_index == 0
+    assert AcceleratorState().mixed_precision == "no"
+
+
+def test_another_precision_is_refused_until_a_reset():
+    Accelerator(mixed_precision="bf16")
+    with pytest.raises(ValueError, match="'bf16' already and cannot become 'no'"):
+        Accelerator(mixed_precision="no")
+    assert Accelerator().mixed_precision == "bf16"
+    AcceleratorState._reset_state()
+    assert Accelerator(mixed_precision="no").mixed_precision == "no"
+
+
+def test_a_precision_that_cannot_be_leaves_nothing_behind():
+    with pytest.raises(ValueError, match="fp8"):
+        Accelerator(mixed_precision="fp8")
+    assert not is_initialized()
+    assert Accelerator().mixed_precision == "no"
+
+
+def test_the_environment_names_the_precision(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert precision_name(None) == "bf16"
+    assert precision_name("no") == "no"
+    with pytest.raises(ValueError, match=r"one of .*got 'fp12'"):
+        precision_name("fp12")
+
+
+def test_gradient_state_shows_the_newest_accelerator_and_each_has_its_own():
+    first = Accelerator(gradient_accumulation_steps=2)
+    second = Accelerator(gradient_accumulation_steps=5)
+    assert first.gradient_state.num_steps == 2
+    assert second.gradient_state.num_steps == GradientState().num_steps == 5
+    second.gradient_state._set_sync_gradients(False)
+    assert first.sync_gradients
+    assert not second.sync_gradients
+
+
+def test_gradient_state_outside_a_loader():
+    state = GradientState()
+    assert (state.end_of_dataloader, state.remainder, state.in_dataloader) == (False, -1, False)
+    assert state.active_dataloader is None
+    assert state.plugin_kwargs == {}
+    GradientState(GradientAccumulationPlugin(num_steps=3, sync_with_dataloader=False))
+    assert (GradientState().num_steps, GradientState().sync_with_dataloader) == (3, False)
+    assert GradientState().plugin_kwargs == {"num_steps": 3, "sync_with_dataloader": False}
+
+
+def test_a_reset_gradient_state_starts_without_accumulation():
+    Accelerator(gradient_accumulation_steps=4)
+    GradientState._reset_state()
+    assert GradientState().num_steps == 1
+    assert isinstance(GradientState()._sync, GradSync)
+
+
+def test_the_state_speaks_for_the_current_world():
+    assert PartialState().world is current_world()
