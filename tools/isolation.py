@@ -60,11 +60,14 @@ def try_alone(package: Package, work: Path) -> None:
     _run([str(python), "-m", "pip", "check", "--disable-pip-version-check"], work, quiet=True)
     _run([str(python), "-c", IMPORT_ALL, package.import_name], work)
     _run([*pip, *TEST_TOOLS], work)
-    tests = work / "tests" / package.name
-    shutil.copytree(package.folder / "tests", tests)
+    alone = work / "source" / package.name  # what the source archive has beside src/
+    shutil.copytree(package.folder / "tests", alone / "tests")
+    shutil.copy(package.folder / "README.md", alone)
     config = work / "pytest.ini"
     shutil.copy(ROOT / "tools" / "pytest.ini", config)
-    _run([str(python), "-m", "pytest", "-c", str(config), "--rootdir", str(tests), str(tests)], work)
+    _run(
+        [str(python), "-m", "pytest", "-c", str(config), "--rootdir", str(alone), str(alone / "tests")], work
+    )
     shutil.rmtree(home)
 
 

@@ -172,7 +172,9 @@ def _make_importable(module: str, file: str | None) -> None:
         if spec is None or spec.loader is None:
             raise
         for end in [i for i, letter in enumerate(module) if letter == "."]:
-            sys.modules.setdefault(module[:end], ModuleType(module[:end]))  # pickle imports the parents by name
+            sys.modules.setdefault(
+                module[:end], ModuleType(module[:end])
+            )  # pickle imports the parents by name
         loaded = importlib.util.module_from_spec(spec)
         sys.modules[module] = loaded
         spec.loader.exec_module(loaded)
