@@ -11,6 +11,7 @@ from dataclasses import is_dataclass
 from workspace import ROOT, packages
 
 LINK = re.compile(r"(?<!\!)\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
+COLUMNS = ("option", "environment", "type", "default", "meaning")  # no command takes their flags yet
 GENERATED = "<!-- written by `hatch run docs`; change the declarations, not this page -->\n\n"
 
 
@@ -47,28 +48,28 @@ def support_page() -> str:
     """Which strategy works with which precision on which device, from the one table that also raises the errors."""
     from acc_plugins.support import support_table  # noqa: PLC0415  needs the packages; sizes and links don't
 
-    return f"# What works with what\n\n{GENERATED}{support_table()}\n"
+    return f"# What works with what\n\n{GENERATED}{support_table()}"
 
 
 def options_page() -> str:
     """Every option with its flag, YAML key, environment variable and default, from its one declaration."""
     from acc_ops.options import as_table  # noqa: PLC0415
+    from acc_trainer.launch.options import LaunchOptions  # noqa: PLC0415
 
-    parts = ["# Options\n\n" + GENERATED.rstrip()]
+    parts = ["# Options\n\n" + GENERATED.rstrip(), "## acc launch", as_table(LaunchOptions).rstrip()]
     for owner in option_classes():
         summary = (owner.__doc__ or "").strip().splitlines()[0]
-        parts.append(f"## {owner.__name__}\n\n{summary}\n\n{as_table(owner)}")
+        parts += [f"## {owner.__name__}", summary, as_table(owner, COLUMNS).rstrip()]
     return "\n\n".join(parts) + "\n"
 
 
 def option_classes() -> list[type]:
-    """The dataclasses that declare options: the launch plan's first, then those of acc-plugins by name."""
+    """The dataclasses of acc-plugins that declare options, by name."""
     import acc_plugins  # noqa: PLC0415
     from acc_ops.options import options_of  # noqa: PLC0415
-    from acc_trainer.launch.plan import LaunchPlan  # noqa: PLC0415
 
     named = [getattr(acc_plugins, name) for name in acc_plugins.__all__]
-    return [LaunchPlan, *(c for c in named if isinstance(c, type) and is_dataclass(c) and options_of(c))]
+    return [c for c in named if isinstance(c, type) and is_dataclass(c) and options_of(c)]
 
 
 def broken_links() -> Iterator[str]:

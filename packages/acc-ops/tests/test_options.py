@@ -252,6 +252,14 @@ def test_the_table_lists_every_option():
     assert "required" in as_table(Needy)
 
 
+def test_the_table_has_the_columns_asked_for_in_that_order():
+    lines = as_table(Training, columns=("meaning", "option")).splitlines()
+    assert lines[:2] == ["| meaning | option |", "| --- | --- |"]
+    assert "| stay on the CPU | `cpu` |" in lines
+    with pytest.raises(OptionError, match="unknown column 'colour'"):
+        as_table(Training, columns=("colour",))
+
+
 def test_closest_ignores_dashes_and_case():
     assert closest("--Num-Process", ["num_processes", "cpu"]) == "num_processes"
     assert closest("qqq", ["num_processes"]) is None

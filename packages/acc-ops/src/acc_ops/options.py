@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     import argparse
 
 T = TypeVar("T")
+TABLE_COLUMNS = ("option", "flag", "file key", "environment", "type", "default", "meaning")  # of `as_table`
 _SOURCES = "_option_sources"  # where an instance holds what `sources` answers
 
 
@@ -133,26 +134,26 @@ def sources(instance: Any) -> dict[str, str]:
     }
 
 
-def as_table(cls: type) -> str:
-    """A Markdown table of the options for the docs."""
-    rows = [("option", "flag", "file key", "environment", "type", "default", "meaning"), ("---",) * 7]
+def as_table(cls: type, columns: Sequence[str] = TABLE_COLUMNS) -> str:
+    """A Markdown table of the options for the docs: a row per option, with the `columns` asked for, of TABLE_COLUMNS."""
+    unknown = sorted(set(columns) - set(TABLE_COLUMNS))
+    if unknown:
+        raise OptionError(f"unknown column {unknown[0]!r}: choose of {', '.join(TABLE_COLUMNS)}")
+    rows = [tuple(columns), ("---",) * len(columns)]
     for chosen in options_of(cls):
         kind = kind_name(chosen.kind)
         if chosen.choices is not None:
             kind = ", ".join(text_of(choice) for choice in chosen.choices)
-        default = "required" if chosen.required else _code(text_of(chosen.default_value()))
-        flag = None if chosen.flag is None else f"--{chosen.flag}"
-        rows.append(
-            (
-                _code(chosen.name),
-                _code(flag),
-                _code(chosen.key),
-                _code(chosen.env),
-                kind,
-                default,
-                chosen.help,
-            )
-        )
+        cells = {
+            "option": _code(chosen.name),
+            "flag": _code(None if chosen.flag is None else f"--{chosen.flag}"),
+            "file key": _code(chosen.key),
+            "environment": _code(chosen.env),
+            "type": kind,
+            "default": "required" if chosen.required else _code(text_of(chosen.default_value())),
+            "meaning": chosen.help,
+        }
+        rows.append(tuple(cells[column] for column in columns))
     return (
         "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows) + "\n"
     )

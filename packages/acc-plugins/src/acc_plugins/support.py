@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from acc_ops.devices import DEVICE_TABLE, DeviceRow
@@ -75,12 +74,23 @@ def check_support(strategy: str, precision: str, device_type: str) -> None:
 
 
 def support_table() -> str:
-    """The table as Markdown: a row per strategy and precision, a column per device kind."""
-    kinds = [row.kind for row in DEVICE_TABLE]
-    rows: list[Iterable[str]] = [("strategy", "precision", *kinds), ("---",) * (2 + len(kinds))]
-    rows += [
-        (strategy, precision, *(str(support(strategy, precision, kind)) for kind in kinds))
-        for strategy in STRATEGIES
-        for precision in PRECISIONS
+    """The table as Markdown: a row per strategy and precision, the device kinds in three columns, and the reasons below."""
+    reasons: dict[str, int] = {}  # reason -> the number of its note
+    lines = [
+        "| strategy | precision | tested on | expected to work, not run on real hardware | does not work |",
+        "| --- | --- | --- | --- | --- |",
     ]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    for strategy in STRATEGIES:
+        for precision in PRECISIONS:
+            cells = {row.kind: support(strategy, precision, row.kind) for row in DEVICE_TABLE}
+            tested = ", ".join(kind for kind, cell in cells.items() if cell.run)
+            untested = ", ".join(kind for kind, cell in cells.items() if cell.works and not cell.run)
+            refused = ", ".join(
+                f"{kind} ({reasons.setdefault(cell.reason, len(reasons) + 1)})"
+                for kind, cell in cells.items()
+                if not cell.works
+            )
+            lines.append(f"| {strategy} | {precision} | {tested} | {untested} | {refused} |")
+    meanings = [f"- **{strategy}**: {meaning}" for strategy, meaning in STRATEGIES.items()]
+    notes = [f"{number}. {reason}" for reason, number in reasons.items()]
+    return "\n".join([*lines, "", *meanings, "", "Why it does not work:", "", *notes, ""])

@@ -33,10 +33,12 @@ class Counter:
 
 def build_run(folder=None, *, seed=0, models=1, limit=None, custom=1):
     """A run in the current world; one that has made one optimizer step, so that there is state."""
-    torch.manual_seed(seed)
     world = current_world()
     precision = Precision()
+    own = torch.Generator().manual_seed(seed)  # ranks that are threads share torch's own generator
     nets = [torch.nn.Linear(2, 3) for _ in range(models)]
+    for parameter in [p for net in nets for p in net.parameters()]:
+        torch.nn.init.normal_(parameter, generator=own)
     optimizers = [torch.optim.Adam(net.parameters(), lr=0.1) for net in nets]
     schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5) for optimizer in optimizers]
     run = SimpleNamespace(
@@ -66,7 +68,7 @@ def build_run(folder=None, *, seed=0, models=1, limit=None, custom=1):
 def advance(run):
     """One training step that changes everything a checkpoint holds."""
     for net, optimizer, scheduler in zip(run._models, run._optimizers, run._schedulers, strict=True):
-        net(torch.randn(4, 2)).sum().backward()
+        net(torch.linspace(-1, 1 + run.step, 8).view(4, 2)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
