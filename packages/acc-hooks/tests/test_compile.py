@@ -15,6 +15,7 @@ from acc_hooks import (
     attach_align_device_hook_on_blocks,
     remove_hook_from_submodules,
 )
+from acc_ops.optional import is_torch_version
 
 
 class PreAndPost(ModelHook):
@@ -66,7 +67,12 @@ def counting_compile(model: nn.Module) -> tuple[nn.Module, list[int]]:
     return torch.compile(model, backend=backend, fullgraph=True), runs
 
 
-@pytest.mark.parametrize("kind", HOOKS)
+# what these hooks do per call is beyond the tracer of torch 2.6; there the compiler breaks the graph, or refuses with fullgraph
+beyond_torch_26 = pytest.mark.skipif(is_torch_version("<", "2.7"), reason="needs the tracer of a newer torch")
+KINDS = [pytest.param(k, marks=beyond_torch_26) if k in ("two aligns", "casting") else k for k in HOOKS]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_hook_with_nothing_to_fetch_compiles_to_one_graph(kind):
     model = stack()
     for layer in model:
@@ -79,6 +85,7 @@ def test_a_hook_with_nothing_to_fetch_compiles_to_one_graph(kind):
     assert runs == [2]
 
 
+@beyond_torch_26
 def test_a_model_dispatched_to_one_device_compiles_to_one_graph():
     model = stack()
     attach_align_device_hook_on_blocks(model, {"": "cpu"}, {"": False})

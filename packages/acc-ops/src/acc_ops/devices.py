@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import psutil
 import torch
 
 DeviceLike = int | str | torch.device
@@ -54,6 +53,8 @@ def _mps_memory(module: Any, index: int) -> MemoryInfo:  # noqa: ARG001 - there 
 
 
 def _host_memory(module: Any, index: int) -> MemoryInfo:  # noqa: ARG001 - there is only one
+    import psutil  # noqa: PLC0415 - 8 ms that a script which never asks for memory need not wait
+
     memory = psutil.virtual_memory()
     return MemoryInfo(memory.available, memory.total)
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from acc_bigmodel.save import save_weights
+import acc_bigmodel  # lazy: what writes files is loaded when it is first used
 from acc_ops.collectives import gather, pad_across_processes, reduce
 from acc_ops.enums import DynamoBackend, LoggerType, PrecisionType, RNGType
 from acc_ops.files import save
@@ -292,7 +292,7 @@ class Accelerator(Views):
         """Write the weights for loading elsewhere: model.safetensors, or shards and an index; older ones there are removed."""
         state = preparing.full_state(self, model)
         if self.strategy.writes:
-            save_weights(state, save_directory, "model", max_shard_size, safe_serialization)
+            acc_bigmodel.save_weights(state, save_directory, "model", max_shard_size, safe_serialization)
         self.wait_for_everyone()
 
     def save_state(

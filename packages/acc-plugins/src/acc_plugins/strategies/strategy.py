@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from acc_bigmodel.save import load_weights, save_weights
+import acc_bigmodel  # lazy: what reads and writes files is loaded when it is first used
 from acc_ops.unwrap import extract_model_from_parallel
 from acc_ops.world import World
 from acc_plugins.outcome import StepOutcome
@@ -145,7 +145,9 @@ class Strategy:
         """
         if not self.writes:
             return []
-        return save_weights(self.state(model) if state is None else state, folder, name, safe=safe)
+        return acc_bigmodel.save_weights(
+            self.state(model) if state is None else state, folder, name, safe=safe
+        )
 
     def load_model(
         self,
@@ -160,7 +162,7 @@ class Strategy:
         The values go from the mapped file straight into the model's own tensors, wherever those are, so `map_location` changes nothing here.
         Raises FileNotFoundError when there is no such file, and RuntimeError, naming them, for missing or unexpected weights when `strict`.
         """
-        weights = load_weights(folder, name)
+        weights = acc_bigmodel.load_weights(folder, name)
         own = self.unwrap(model)
         _add_tied(weights, own)
         return own.load_state_dict(weights, strict=strict)
