@@ -31,8 +31,8 @@ from .state import PartialState as PartialState
 from .state import is_initialized as is_initialized
 from .tracking.tensorboard import TensorBoardTracker as TensorBoardTracker
 from .tracking.tracker import GeneralTracker as GeneralTracker
-from .tracking.tracker import LOGGER_TYPE_TO_CLASS as LOGGER_TYPE_TO_CLASS
-from .tracking.tracker import filter_trackers as filter_trackers
-from .tracking.tracker import get_available_trackers as get_available_trackers
+from .tracking.registry import LOGGER_TYPE_TO_CLASS as LOGGER_TYPE_TO_CLASS
+from .tracking.registry import filter_trackers as filter_trackers
+from .tracking.registry import get_available_trackers as get_available_trackers
 from .tracking.tracker import on_main_process as on_main_process
-from .tracking.tracker import register_tracker_class as register_tracker_class
+from .tracking.registry import register_tracker_class as register_tracker_class

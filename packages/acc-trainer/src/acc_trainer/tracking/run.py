@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from acc_ops.world import World
-from acc_trainer.tracking import tensorboard as tensorboard  # so that the table knows it
-from acc_trainer.tracking.tracker import LOGGER_TYPE_TO_CLASS, GeneralTracker, filter_trackers
+from acc_trainer.tracking.registry import LOGGER_TYPE_TO_CLASS, filter_trackers
+from acc_trainer.tracking.tracker import GeneralTracker
 
 
 class Trackers:

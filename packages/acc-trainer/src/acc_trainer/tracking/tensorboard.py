@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from acc_ops.optional import is_tensorboard_available, require
-from acc_trainer.tracking.tracker import GeneralTracker, add_own, on_main_process
+from acc_trainer.tracking.tracker import GeneralTracker, on_main_process
 
 
 class TensorBoardTracker(GeneralTracker):
@@ -95,6 +95,3 @@ def _summary_writer() -> Any:
 def _plain(value: Any) -> Any:
     """What TensorBoard and YAML can both write."""
     return value if isinstance(value, (int, float, str, bool)) else str(value)
-
-
-add_own(TensorBoardTracker, is_tensorboard_available)

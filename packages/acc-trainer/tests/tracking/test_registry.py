@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from acc_ops.enums import LoggerType
 from acc_ops.testing import run_threads
 from acc_trainer import Accelerator
-from acc_trainer.tracking.tracker import (
+from acc_trainer.tracking.registry import (
     _IS_INSTALLED,
     LOGGER_TYPE_TO_CLASS,
-    GeneralTracker,
     filter_trackers,
     get_available_trackers,
-    on_main_process,
     register_tracker_class,
 )
+from acc_trainer.tracking.tracker import GeneralTracker, on_main_process
 
 
 class Noting(GeneralTracker):
@@ -189,3 +191,8 @@ def test_the_decorator_keeps_other_ranks_out():
         main_process_only = False
 
     assert run_threads(2, lambda: (Mine().note(), Ours().note())) == [("noted", "noted"), (None, "noted")]
+
+
+def test_the_table_is_filled_whoever_asks_first() -> None:
+    code = "import acc_trainer; assert 'tensorboard' in acc_trainer.LOGGER_TYPE_TO_CLASS"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
