@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from acc_ops.comm import CommError, Meeting, ThreadComm
 from acc_ops.devices import DeviceLike, canonical_device
-from acc_ops.world import World, use_world
+from acc_ops.world import World, destroy_group, use_world
 
 R = TypeVar("R")
 
@@ -155,7 +155,7 @@ def _run_rank(
         target, args = pickle.loads(work)
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
         answer = pickle.dumps((True, target(*args)))  # not by the pipe's own pickling: it would share memory
-        dist.destroy_process_group()
+        destroy_group()
     except BaseException:  # noqa: BLE001 - its text goes to the caller
         answer = pickle.dumps((False, traceback.format_exc()))
     pipe.send_bytes(answer)
