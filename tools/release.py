@@ -40,7 +40,9 @@ def main() -> None:
     print(f"{package.name} {package.version} is ready.")
     for path in changed:
         print(f"  {path.relative_to(arguments.root)}")
-    print(f"Next: git commit -am '{package.name} {new}' && git tag {tag} && git push origin main {tag}")
+    print(
+        f"Next: git add packages && git commit -m '{package.name} {new}' && git tag {tag} && git push origin main {tag}"
+    )
 
 
 def bumped(version: str, how: str) -> str:

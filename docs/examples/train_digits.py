@@ -48,13 +48,8 @@ def main() -> None:
             f"resumed at update {progress.updates}, epoch {progress.epoch}, batch {progress.batches}"
         )
 
-    bar = tqdm(
-        total=steps,
-        initial=progress.updates,
-        disable=not accelerator.is_main_process,
-        unit="update",
-        mininterval=1,
-    )
+    shown = None if accelerator.is_main_process else True  # one bar, where there is a terminal to draw it
+    bar = tqdm(total=steps, initial=progress.updates, disable=shown, unit="update")
     for epoch in range(progress.epoch, arguments.epochs):
         model.train()
         rest = accelerator.skip_first_batches(train_loader, progress.batches)  # all of it, unless we resumed
@@ -78,7 +73,8 @@ def main() -> None:
                 accelerator.save_state()
         accuracy = evaluate(accelerator, model, held_out_loader)
         progress.record_epoch(accuracy)
-        accelerator.print(f"epoch {epoch}: held-out accuracy {accuracy:.4f}")
+        if accelerator.is_main_process:
+            bar.write(f"epoch {epoch}: held-out accuracy {accuracy:.4f}")
     bar.close()
     accelerator.save_model(model, arguments.project_dir / "final")
     if accelerator.is_main_process:

@@ -6,6 +6,7 @@ Absolute times mean nothing on a shared machine; ratios of one run do. Every rou
 from __future__ import annotations
 
 import os
+import resource
 import statistics
 import subprocess
 import time
@@ -46,12 +47,12 @@ def interleave(
 
 def cpu_seconds(command: Sequence[str], env: Mapping[str, str] | None = None) -> float:
     """User and system seconds of a command and its children; it must end with 0."""
-    before = os.times()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **(env or {})})
-    after = os.times()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode:
         raise SystemExit(f"{command[0]} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
-    return after.children_user + after.children_system - before.children_user - before.children_system
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def timed(function: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:

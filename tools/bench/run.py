@@ -13,8 +13,11 @@ NAMES = ("cli", "launch", "collectives", "step")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", choices=[*NAMES, []], help=f"which: {', '.join(NAMES)}")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which: {', '.join(NAMES)} (default: all)")
     arguments = parser.parse_args()
+    unknown = sorted(set(arguments.names) - set(NAMES))
+    if unknown:
+        parser.error(f"there is no benchmark {unknown[0]!r}; there are {', '.join(NAMES)}")
     for name in arguments.names or NAMES:
         subprocess.run([sys.executable, str(HERE / f"bench_{name}.py")], check=True)
 
