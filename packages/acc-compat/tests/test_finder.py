@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 
 import pytest
@@ -49,3 +50,10 @@ def test_importing_the_package_reads_no_table(python) -> None:
         "-c", "import acc_compat, sys; sys.exit('acc_compat.api' in sys.modules or 'inspect' in sys.modules)"
     )
     assert run.returncode == 0, run.stderr
+
+
+def test_every_module_says_which_file_it_is_made_from() -> None:
+    import acc_compat.api.utils.operations as operations
+
+    assert operations.__file__ == names.__file__
+    assert inspect.getsourcefile(operations) == names.__file__

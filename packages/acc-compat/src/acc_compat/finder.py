@@ -33,6 +33,9 @@ class DoorLoader(Loader):
         return Door(spec.name, f"The interface of {spec.name}, as acc builds it.")
 
     def exec_module(self, module: ModuleType) -> None:
+        vars(module)["__file__"] = (
+            names.__file__
+        )  # libraries look beside it; it is what the module is made from
         if module.__name__ == API:
             vars(module)["__version__"] = INTERFACE_VERSION
 
