@@ -19,9 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm.auto import tqdm
 
-from acc_ops import set_seed
-from acc_plugins import ProjectConfiguration
-from acc_trainer import Accelerator  # acc
+from acc_trainer import Accelerator, ProjectConfiguration, set_seed  # acc
 
 
 def main() -> None:
