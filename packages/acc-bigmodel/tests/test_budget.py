@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from acc_bigmodel import get_balanced_memory, get_max_memory, infer_auto_device_map, init_empty_weights
+from acc_bigmodel.budget import check_present
 
 
 class Block(nn.Module):
@@ -93,3 +94,14 @@ def test_balanced_is_never_above_what_was_given() -> None:
     given = {0: size // 2, 1: size // 8, 2: size}
     budgets = get_balanced_memory(model, given)
     assert all(budgets[device] <= given[device] for device in given)
+
+
+def test_the_meta_device_has_no_budget() -> None:
+    with pytest.raises(ValueError, match="max_memory gives 'meta' a budget"):
+        get_max_memory({"meta": 10})
+
+
+def test_a_device_that_is_not_there_is_named() -> None:
+    check_present({"": "cpu", "layers": "disk", "head": "meta"})
+    with pytest.raises(ValueError, match="'layers' to 'cuda:99', but this machine has"):
+        check_present({"": "cpu", "layers": "cuda:99"})

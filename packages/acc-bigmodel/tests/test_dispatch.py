@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from acc_bigmodel import (
     offload_state_dict,
 )
 from acc_bigmodel import device_map as device_maps
-from acc_hooks import align_module_device, remove_hook_from_module
+from acc_hooks import ModelHook, add_hook_to_module, align_module_device, remove_hook_from_module
 
 
 def test_every_form_of_one_device_is_a_plain_move(
@@ -227,3 +228,121 @@ def test_a_planned_model_runs(tied_model: nn.Module, tokens: torch.Tensor, tmp_p
         device_map = infer_auto_device_map(model, {"cpu": budget}, "Block")
         dispatch_model(model, device_map, offload_dir=tmp_path / str(budget))
         assert torch.equal(model(tokens), wanted)
+
+
+@pytest.mark.parametrize("how", ["disk_offload", "dispatch_model"])
+def test_a_tie_is_one_file_and_one_weight(tied_model: nn.Module, tmp_path: Path, how: str) -> None:
+    wanted = tied_model.embed.weight.detach() * 2
+    if how == "disk_offload":
+        disk_offload(tied_model, tmp_path)
+    else:
+        dispatch_model(tied_model, {"": "disk"}, offload_dir=tmp_path)
+    assert not (tmp_path / "head.weight.dat").exists()
+    with align_module_device(tied_model.head), torch.no_grad():
+        tied_model.head.weight.mul_(2)
+    for model in (tied_model, copy.deepcopy(tied_model), pickle.loads(pickle.dumps(tied_model))):
+        state = model.state_dict()
+        assert torch.equal(state["embed.weight"], wanted)
+        assert torch.equal(state["head.weight"], wanted)
+    remove_hook_from_module(tied_model, recurse=True)
+    assert torch.equal(tied_model.embed.weight, wanted)
+
+
+def test_a_copy_of_an_offloaded_model_has_what_was_loaded_into_it(
+    tied_model: nn.Module, new_model: Callable[[], nn.Module], tokens: torch.Tensor, tmp_path: Path
+) -> None:
+    disk_offload(tied_model, tmp_path)
+    other = new_model()
+    tied_model.load_state_dict(other.state_dict())
+    for twin in (copy.deepcopy(tied_model), pickle.loads(pickle.dumps(tied_model))):
+        assert torch.equal(twin(tokens), other(tokens))
+
+
+def test_a_copy_never_runs_with_another_models_weights(tmp_path: Path) -> None:
+    x = torch.randn(2, 4)
+    first, second = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4))
+    wanted = first(x)
+    disk_offload(first, tmp_path)
+    text = pickle.dumps(first)
+    disk_offload(second, tmp_path)
+    for twin in (copy.deepcopy(first), pickle.loads(pickle.dumps(first))):
+        assert torch.equal(twin(x), wanted)
+    with pytest.raises(RuntimeError, match=r"0\.weight\.dat was replaced"):
+        pickle.loads(text)(x)
+
+
+def test_a_relative_offload_folder_survives_a_change_of_directory(
+    tied_model: nn.Module, tokens: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = tied_model(tokens)
+    monkeypatch.chdir(tmp_path)
+    disk_offload(tied_model, "off")
+    monkeypatch.chdir("/")
+    for model in (tied_model, copy.deepcopy(tied_model), pickle.loads(pickle.dumps(tied_model))):
+        assert torch.equal(model(tokens), wanted)
+
+
+def offload(model: nn.Module, how: str, folder: Path) -> nn.Module:
+    if how == "cpu":
+        return cpu_offload(model, execution_device="cpu")
+    if how == "disk":
+        return disk_offload(model, folder)
+    return dispatch_model(model, {"": "cpu", "layers": "disk"}, offload_dir=folder)
+
+
+@pytest.mark.parametrize("first", ["cpu", "disk", "dispatch"])
+@pytest.mark.parametrize("second", ["cpu", "disk", "dispatch"])
+def test_an_offloaded_model_is_offloaded_anew(
+    tied_model: nn.Module, tokens: torch.Tensor, tmp_path: Path, first: str, second: str
+) -> None:
+    offload(tied_model, first, tmp_path)
+    with align_module_device(tied_model.layers[0].up), torch.no_grad():
+        tied_model.layers[0].up.weight.add_(1)
+    wanted = tied_model(tokens)
+    offload(tied_model, second, tmp_path)
+    assert torch.equal(tied_model(tokens), wanted)
+    remove_hook_from_module(tied_model, recurse=True)
+    assert torch.equal(tied_model(tokens), wanted)
+    assert tied_model.embed.weight is tied_model.head.weight
+
+
+def test_offloading_anew_never_drops_a_hook_of_somebody_else(tied_model: nn.Module, tmp_path: Path) -> None:
+    cpu_offload(tied_model, execution_device="cpu")
+    add_hook_to_module(tied_model.norm, ModelHook(), append=True)
+    with pytest.raises(RuntimeError, match="would remove the ModelHook of 'norm'"):
+        disk_offload(tied_model, tmp_path)
+    assert tied_model.norm.weight.is_meta
+
+
+@pytest.mark.parametrize("how", ["cpu", "disk", "dispatch"])
+def test_no_way_to_move_an_offloaded_model_is_taken(tied_model: nn.Module, tmp_path: Path, how: str) -> None:
+    model = offload(tied_model, how, tmp_path)
+    for move in (
+        lambda: model.to("cpu"),
+        lambda: model.to(device="cpu"),
+        lambda: model.to(torch.ones(1)),
+        lambda: model.cpu(),
+        lambda: model.to_empty(device="cpu"),
+    ):
+        with pytest.raises(RuntimeError, match="and perhaps more are offloaded"):
+            move()
+    remove_hook_from_module(model, recurse=True)
+    assert model.cpu() is model
+    assert "cpu" not in model.__dict__
+    assert model.to("cpu").embed.weight.device.type == "cpu"
+
+
+def test_an_offloaded_model_changes_its_dtype(tied_model: nn.Module, tokens: torch.Tensor) -> None:
+    wanted = copy.deepcopy(tied_model).double()(tokens)
+    model = cpu_offload(tied_model, execution_device="cpu")
+    assert model.to(torch.float64) is model
+    assert torch.equal(model(tokens), wanted)
+
+
+def test_values_that_are_missing_and_devices_that_are_not_there_are_named(tied_model: nn.Module) -> None:
+    with pytest.raises(ValueError, match="'the whole model' to 'cuda:99', but this machine has"):
+        dispatch_model(tied_model, {"": "cuda:99"})
+    tied_model.norm.to("meta")
+    for place in (lambda: dispatch_model(tied_model, {"": "cpu"}), lambda: cpu_offload(tied_model)):
+        with pytest.raises(ValueError, match=r"'norm\.weight' is on the meta device and has no values"):
+            place()

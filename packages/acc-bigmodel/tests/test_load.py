@@ -16,6 +16,7 @@ from acc_bigmodel import (
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
     load_state_dict,
+    load_weights,
     open_store,
     save_weights,
 )
@@ -314,3 +315,51 @@ def test_reading_many_tensors_is_linear(tmp_path: Path) -> None:  # case big/62
     seconds(50)
     small, large = min(seconds(500) for _ in range(3)), min(seconds(2000) for _ in range(3))
     assert large < 10 * max(small, 2e-3)
+
+
+@pytest.mark.parametrize("how", ["in model", "state dict", "weights", "store"])
+def test_weights_of_a_torch_file_stay_when_it_is_written_over(
+    tied_model: nn.Module, empty_model: nn.Module, tmp_path: Path, how: str
+) -> None:
+    file = tmp_path / save_weights(tied_model.state_dict(), tmp_path, "model", safe=False)[0]
+    if how == "in model":
+        load_checkpoint_in_model(empty_model, file)
+        state = empty_model.state_dict()
+    elif how == "state dict":
+        state = load_state_dict(file)
+    else:
+        state = load_weights(tmp_path, "model") if how == "weights" else dict(open_store(file))
+    with file.open("r+b") as out:  # in place, as torch.save does
+        out.write(bytes(file.stat().st_size))
+    assert all(torch.equal(state[name], value) for name, value in tied_model.state_dict().items())
+    if how != "store":
+        assert state["embed.weight"].data_ptr() == state["head.weight"].data_ptr()
+
+
+def test_different_values_for_tied_names_are_reported_or_refused(
+    tied_model: nn.Module, empty_model: nn.Module, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    same = {name: value.clone() for name, value in tied_model.state_dict().items()}
+    save_weights(same, tmp_path / "same", "model")
+    assert load_checkpoint_in_model(empty_model, tmp_path / "same", strict=True).conflicting == ()
+    save_weights({**same, "head.weight": same["head.weight"] + 1}, tmp_path / "other", "model")
+    with pytest.raises(CheckpointMismatch, match=r"ties 'head\.weight' to another name whose value differs"):
+        load_checkpoint_in_model(empty_model, tmp_path / "other", strict=True)
+    assert load_checkpoint_in_model(empty_model, tmp_path / "other").conflicting == ("head.weight",)
+    assert torch.equal(empty_model.head.weight, tied_model.embed.weight)
+    assert "'head.weight'" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, "int64"])
+def test_weights_are_never_cut_to_whole_numbers(
+    empty_model: nn.Module, checkpoint: Path, dtype: torch.dtype | str
+) -> None:
+    with pytest.raises(ValueError, match="would cut the fractions off"):
+        load_checkpoint_in_model(empty_model, checkpoint, dtype=dtype)
+    assert all(parameter.is_meta for parameter in empty_model.parameters())
+
+
+def test_a_device_that_is_not_there_is_named_before_loading(empty_model: nn.Module, checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match="'layers' to 'cuda:99', but this machine has"):
+        load_checkpoint_and_dispatch(empty_model, checkpoint, {"": "cpu", "layers": "cuda:99"})
+    assert all(parameter.is_meta for parameter in empty_model.parameters())

@@ -19,6 +19,7 @@ from acc_bigmodel import (
     save_offload_index,
 )
 from acc_bigmodel.offload import offload_or_reuse
+from acc_ops.testing import run_threads
 
 TENSORS = {
     "empty": torch.empty(0, 3),
@@ -104,3 +105,51 @@ def test_a_meta_tensor_uses_the_folder_only_if_it_fits(tmp_path: Path) -> None:
         offload_or_reuse(tmp_path, {"a": torch.empty(5, device="meta")})
     with pytest.raises(RuntimeError, match="does not hold it either"):
         offload_or_reuse(tmp_path, {"b": torch.empty(5, device="meta")})
+
+
+def test_names_that_share_a_tensor_share_a_file(tmp_path: Path) -> None:
+    weight = torch.arange(3.0)
+    index = offload_or_reuse(tmp_path, {"e": weight, "h": weight, "u": weight.clone()})
+    assert index["h"] == {"dtype": "float32", "shape": [3], "same_as": "e"}
+    assert sorted(file.name for file in tmp_path.glob("*.dat")) == ["e.dat", "u.dat"]
+    assert offload_or_reuse(tmp_path, {"e": weight, "h": weight}) == {name: index[name] for name in "eh"}
+    assert OffloadedWeightsLoader(save_folder=tmp_path)["h"].tolist() == [0, 1, 2]
+
+
+def test_an_entry_that_shared_a_file_goes_when_the_file_is_replaced(tmp_path: Path) -> None:
+    weight = torch.arange(3.0)
+    offload_or_reuse(tmp_path, {"e": weight, "h": weight})
+    offload_or_reuse(tmp_path, {"e": weight + 1})
+    assert list(OffloadedWeightsLoader(save_folder=tmp_path)) == ["e"]
+    index = offload_or_reuse(tmp_path, {"h": weight, "e": weight})  # the other way round
+    assert index["e"]["same_as"] == "h"
+    index = offload_or_reuse(tmp_path, {"h": weight, "e": weight.clone()})  # not tied any more
+    assert "same_as" not in index["e"]
+    assert OffloadedWeightsLoader(save_folder=tmp_path)["e"].tolist() == [0, 1, 2]
+
+
+def test_tied_placeholders_share_what_an_older_folder_has_twice(tmp_path: Path) -> None:
+    offload_state_dict(tmp_path, {"e": torch.ones(2), "h": torch.ones(2), "u": torch.zeros(2)})
+    empty = torch.empty(2, device="meta")
+    index = offload_or_reuse(tmp_path, {"e": empty, "h": empty, "u": empty})
+    assert [index[name].get("same_as") for name in "ehu"] == [None, "e", None]
+
+
+def test_a_tensor_of_one_element_is_recognised_whatever_its_strides(tmp_path: Path) -> None:
+    tensor = torch.randn(1, 6)[:, 2]
+    offload_or_reuse(tmp_path, {"w": tensor})
+    written = (tmp_path / "w.dat").stat().st_ino
+    offload_or_reuse(tmp_path, {"w": tensor})
+    assert (tmp_path / "w.dat").stat().st_ino == written
+
+
+def test_several_ranks_offload_the_same_model_at_once(tmp_path: Path) -> None:
+    state = {f"layers.{i}.weight": torch.full((64,), float(i)) for i in range(12)}
+
+    def offload() -> bool:
+        loader = OffloadedWeightsLoader(save_folder=tmp_path, index=offload_or_reuse(tmp_path, state))
+        loader.hold()
+        return all(torch.equal(loader[name], value) for name, value in state.items())
+
+    assert all(run_threads(4, offload))
+    assert set(OffloadedWeightsLoader(save_folder=tmp_path)) == set(state)

@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from acc_bigmodel.load_plan import LoadReport, LoadWishes, Step
-from acc_bigmodel.offload import save_offload_index
 from acc_bigmodel.placement import DISK
-from acc_bigmodel.stores.disk import INDEX_FILE, read_offload_index
+from acc_bigmodel.stores.folder import merge_index, replacing
 from acc_bigmodel.stores.safetensors import Entry, write_safetensors
 from acc_bigmodel.stores.store import FileSlice, WeightStore
 from acc_hooks.tensors import get_tensor, owner_of, put_tensor, set_module_tensor_to_device
@@ -30,7 +28,8 @@ def apply_steps(
 
     Raises ValueError, before the model changes, when something has to be written and there is no offload folder.
     """
-    index, written = _to_disk(store, [step for step in steps if step.home == DISK], wishes.offload_folder)
+    on_disk = [step for step in steps if step.home == DISK]
+    index, written = _to_disk(store, on_disk, report.missing, wishes.offload_folder)
     for step in steps:
         if step.shared_with is None and step.home == DISK:
             set_module_tensor_to_device(model, step.name, "meta", dtype=step.dtype)
@@ -56,7 +55,10 @@ def _to_device(model: nn.Module, store: WeightStore, step: Step) -> None:
 
 
 def _to_disk(
-    store: WeightStore, steps: Sequence[Step], folder: str | os.PathLike[str] | None
+    store: WeightStore,
+    steps: Sequence[Step],
+    missing: Sequence[str],
+    folder: str | os.PathLike[str] | None,
 ) -> tuple[dict[str, Mapping[str, Any]], int]:
     """The index of what is on the disk, and the bytes written for it."""
     index: dict[str, Mapping[str, Any]] = {}
@@ -82,7 +84,12 @@ def _to_disk(
         if step.name not in index:
             home = step.name if step.name in to_write else step.shared_with or step.name
             index[step.name] = FileSlice(file=file, name=home, dtype=step.dtype).index_entry()
-    _save_index(index, folder, file, bool(to_write))
+    gone = set(missing)  # the folder may hold them for another model
+
+    def is_stale(name: str, info: Mapping[str, Any]) -> bool:
+        return name in gone or bool(to_write and info.get("safetensors_file") == file)
+
+    merge_index(folder, index, is_stale)
     return index, written
 
 
@@ -92,29 +99,12 @@ def _write(store: WeightStore, steps: Mapping[str, Step], file: str) -> int:
         name: Entry(shape=store.shape(step.source), dtype=step.dtype, read=_converted(store, step))
         for name, step in steps.items()
     }
-    staged = f"{file}.writing"
-    try:
-        written = write_safetensors(staged, entries)
-        os.replace(staged, file)
-    finally:
-        Path(staged).unlink(missing_ok=True)
-    return written
+    with replacing(file) as staged:
+        return write_safetensors(staged, entries)
 
 
 def _converted(store: WeightStore, step: Step) -> Callable[[], torch.Tensor]:
     return lambda: store[step.source].to(step.dtype)
-
-
-def _save_index(index: Mapping[str, Any], folder: str | os.PathLike[str], file: str, replaced: bool) -> None:
-    """Merge into the folder's index; entries of another load that point into a file we replaced are gone."""
-    path = Path(folder) / INDEX_FILE
-    if replaced and path.exists():
-        known = read_offload_index(folder)
-        kept = {name: info for name, info in known.items() if info.get("safetensors_file") != file}
-        if len(kept) < len(known):
-            path.unlink()
-            save_offload_index(kept, folder)
-    save_offload_index(index, folder)
 
 
 def _tensor(model: nn.Module, name: str) -> torch.Tensor:

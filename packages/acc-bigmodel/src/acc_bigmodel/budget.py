@@ -37,11 +37,14 @@ def get_max_memory(max_memory: MaxMemory | None = None) -> dict[Device, int]:
     budgets: dict[Device, int] = {}
     for key, size in max_memory.items():
         device = device_key(key)
+        if device == "meta":
+            raise ValueError(
+                f"max_memory gives {key!r} a budget, but tensors on it take no memory; use accelerators, 'mps', 'cpu' or 'disk'"
+            )
         if device in budgets:
             raise ValueError(f"max_memory gives {device!r} two budgets: {list(max_memory)!r}")
         budgets[device] = convert_file_size_to_int(size)
-    kind = present_kind()
-    there = 0 if kind in (CPU, "mps") else device_count(kind)
+    there = _accelerators()
     missing = [device for device in budgets if isinstance(device, int) and device >= there]
     if missing:
         logger.warning(
@@ -107,6 +110,24 @@ def device_key(device: DeviceKey) -> Device:
             ) from error
         return parsed.type if parsed.type in ("mps", CPU, "meta") else parsed.index or 0
     raise ValueError(f"{device!r} is no device; use an index, 'cuda:0', 'mps', 'cpu' or 'disk'")
+
+
+def check_present(device_map: Mapping[str, DeviceKey]) -> None:
+    """Raise ValueError for the first entry of a device map whose device this machine does not have."""
+    there = _accelerators()
+    for key, device in device_map.items():
+        found = device_key(device)
+        if (isinstance(found, int) and found >= there) or (found == "mps" and present_kind() != "mps"):
+            raise ValueError(
+                f"the device map sends {key or 'the whole model'!r} to {device!r}, but this machine has {there} numbered "
+                "accelerators: change the map, or run it where the device is"
+            )
+
+
+def _accelerators() -> int:
+    """How many devices have an index here."""
+    kind = present_kind()
+    return 0 if kind in (CPU, "mps") else device_count(kind)
 
 
 def _free_memory() -> dict[Device, int]:

@@ -11,19 +11,19 @@ import torch
 from torch import nn
 
 from acc_bigmodel import device_map as device_maps
-from acc_bigmodel.budget import DeviceKey, device_key
+from acc_bigmodel.budget import DeviceKey, check_present, device_key
 from acc_bigmodel.device_map import expand_device_map
 from acc_bigmodel.guard import guard_moves
 from acc_bigmodel.measure import modules_in_order
 from acc_bigmodel.offload import offload_or_reuse
 from acc_bigmodel.placement import CPU, DISK, Device
 from acc_bigmodel.stores.disk import OffloadedWeightsLoader
-from acc_hooks.align import AlignDevicesHook
+from acc_hooks.align import AlignDevicesHook, has_offloaded_params
 from acc_hooks.attach import attach_align_device_hook, attach_align_device_hook_on_blocks
-from acc_hooks.hook import add_hook_to_module
+from acc_hooks.hook import add_hook_to_module, attached_hook, iterate_hooks, remove_hook_from_module
 from acc_hooks.offload import CpuOffload, UserCpuOffloadHook
 from acc_hooks.tensors import get_tensor, owner_of, put_tensor, set_module_tensor_to_device
-from acc_hooks.ties import every_tensor
+from acc_hooks.ties import every_tensor, group_by_tensor
 from acc_ops.devices import canonical_device
 
 logger = logging.getLogger(__name__)
@@ -47,16 +47,19 @@ def dispatch_model(
     accelerator of the map, else the CPU) computes what is on the disk, and with an accelerator what is on the CPU too:
     weights come for the time of a forward. They are kept in `state_dict` (default: the model's own) or on the disk, where
     `offload_index` says, or in `offload_dir`, into which they are written unless it already holds exactly them. Ties are
-    kept. `model.hf_device_map` is the map; `model.to` and the accelerator's method warn, and raise RuntimeError while
+    kept; a model that is offloaded already is dispatched anew. `model.hf_device_map` is the map; `model.to` and the accelerator's method warn, and raise RuntimeError while
     weights are offloaded.
 
-    Raises ValueError for a tensor without a device, for a key that is no device, and for parts on the disk without
-    `offload_dir` and `offload_index`.
+    Raises ValueError for a tensor without a device or without a value, for a key that is no device of this machine, and
+    for parts on the disk without `offload_dir` and `offload_index`; RuntimeError for an offloaded model with other hooks.
     """
     device_maps.check_device_map(model, device_map)
+    check_present(device_map)
     devices = {key: device_key(device) for key, device in device_map.items()}
+    _bring_back(model)
     used = list(dict.fromkeys(devices.values()))
     if len(used) == 1 and used[0] != DISK and not force_hooks:
+        _refuse_empty(dict(every_tensor(model)), used[0])
         model.to(canonical_device(used[0]))
         model.hf_device_map = dict(device_map)  # type: ignore[assignment]
         return model
@@ -92,10 +95,14 @@ def cpu_offload(
 ) -> nn.Module:
     """Keep the weights in `state_dict` (default: the model's, on the CPU) and bring them over for each forward.
 
-    `execution_device` defaults to the first parameter's device. Returns the model.
+    `execution_device` defaults to the first parameter's device. Returns the model, which refuses to be moved until its
+    hooks are removed. One that is offloaded already is offloaded anew; RuntimeError if that would remove other hooks.
     """
+    _bring_back(model)
     if state_dict is None:
-        state_dict = {name: tensor.detach().to(CPU) for name, tensor in every_tensor(model)}
+        values = dict(every_tensor(model))
+        _refuse_empty(values, CPU)
+        state_dict = _on_cpu(values)
     return _offload_all(model, execution_device, offload_buffers, state_dict, preload_module_classes)
 
 
@@ -123,8 +130,11 @@ def disk_offload(
     """Write the weights to `offload_dir` and map them from there for each forward; returns the model.
 
     What the folder already holds is used where its bytes are the model's, and replaced where they differ; a model that
-    was offloaded there before keeps its own. `execution_device` defaults to the first parameter's device.
+    was offloaded there before keeps its own. `execution_device` defaults to the first parameter's device. The model refuses
+    to be moved until its hooks are removed. One that is offloaded already is offloaded anew; RuntimeError if that would
+    remove other hooks.
     """
+    _bring_back(model)
     index = offload_or_reuse(offload_dir, dict(every_tensor(model)))
     weights = OffloadedWeightsLoader(save_folder=offload_dir, index=index)
     weights.hold()
@@ -151,7 +161,41 @@ def _offload_all(
         weights_map=weights,
         preload_module_classes=preload_module_classes,
     )
+    guard_moves(model)
     return model
+
+
+def _bring_back(model: nn.Module) -> None:
+    """Take a model that is offloaded already out of its hooks: its values, with what was changed, are offloaded anew."""
+    if not any(has_offloaded_params(module) for module in model.modules()):
+        return
+    for path, module in model.named_modules():
+        for hook in iterate_hooks(attached_hook(module)):
+            if not isinstance(hook, AlignDevicesHook):
+                raise RuntimeError(
+                    f"this model is offloaded already, and offloading it anew would remove the {type(hook).__name__} of "
+                    f"{path or 'the whole model'!r}: call remove_hook_from_module(model, recurse=True) first, and attach "
+                    "that hook again"
+                )
+    remove_hook_from_module(model, recurse=True)
+
+
+def _refuse_empty(values: Mapping[str, torch.Tensor], device: Device) -> None:
+    for name, tensor in values.items():
+        if tensor.device.type == "meta" and device != "meta":
+            raise ValueError(
+                f"{name!r} is on the meta device and has no values to put on {device!r}: load it first"
+            )
+
+
+def _on_cpu(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The values on the CPU, where names that share one share it again."""
+    leader_of = {name: group[0] for group in group_by_tensor(values.items()) for name in group}
+    moved: dict[str, torch.Tensor] = {}
+    for name, tensor in values.items():
+        leader = leader_of.get(name, name)
+        moved[name] = moved[leader] if leader in moved else tensor.detach().to(CPU)
+    return moved
 
 
 def _main_of(used: list[Device]) -> Device:
@@ -221,16 +265,13 @@ def _weights_map(
     """The offloaded tensors: those for the CPU in memory, those for the disk behind an index."""
     values = dict(every_tensor(model))
     on_disk = {name: values[name] for name, home in kept.items() if home == DISK}
-    in_memory = {
-        name: tensor
-        for name, home in kept.items()
-        if home != DISK
-        for tensor in [_in_memory(name, values[name], state_dict)]
-        if tensor is not None
-    }
+    given = state_dict or {}
+    own = {name: values[name] for name, home in kept.items() if home != DISK and name not in given}
+    in_memory = {name: given[name] for name, home in kept.items() if home != DISK and name in given}
+    in_memory.update(_on_cpu({name: tensor for name, tensor in own.items() if tensor.device.type != "meta"}))
     index = _index(on_disk, offload_dir, offload_index) if on_disk else {}
     weights = OffloadedWeightsLoader(state_dict=in_memory, save_folder=offload_dir, index=index)
-    weights.hold()
+    weights.hold(on_disk)
     _map_placeholders(model, on_disk, weights)
     return weights
 
@@ -277,14 +318,6 @@ def _is_mapped(weights: OffloadedWeightsLoader, name: str, tensor: torch.Tensor)
     info = weights.index.get(name, {})
     as_stored = info.get("safetensors_file") is None or weights.source(name) is not None
     return as_stored and weights.dtype(name) == tensor.dtype
-
-
-def _in_memory(
-    name: str, tensor: torch.Tensor, state_dict: dict[str, torch.Tensor] | None
-) -> torch.Tensor | None:
-    if state_dict is not None and name in state_dict:
-        return state_dict[name]
-    return None if tensor.device.type == "meta" else tensor.detach().to(CPU)
 
 
 def _value(model: nn.Module, name: str) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 [Note: the ways of one tensor]
     to a device                 read and put there
-    to the CPU                  mapped: the parameter is a view of the file, until somebody writes to it
+    to the CPU                  mapped: the parameter is a view of the file, until somebody writes to it; from a torch.save
+                                file copied, as those are overwritten in place
     into a real tensor          copied into it, so that the parameter stays the same object
     to the disk                 left where it is when it is a safetensors slice of the right dtype; else written, converted,
                                 to `offloaded.safetensors` in the offload folder. The parameter is then on meta.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,13 +24,14 @@ from torch import nn
 from acc_bigmodel import device_map as device_maps
 from acc_bigmodel import dispatch as dispatching
 from acc_bigmodel.apply import apply_steps
-from acc_bigmodel.budget import DeviceKey, MaxMemory, device_key, get_balanced_memory
+from acc_bigmodel.budget import DeviceKey, MaxMemory, check_present, device_key, get_balanced_memory
 from acc_bigmodel.checkpoint_files import open_store
 from acc_bigmodel.device_map import expand_device_map, infer_auto_device_map, state_names
-from acc_bigmodel.load_plan import CheckpointMismatch, LoadReport, LoadWishes, plan_load
+from acc_bigmodel.load_plan import CheckpointMismatch, LoadReport, LoadWishes, find_conflicts, plan_load
 from acc_bigmodel.placement import CPU, DISK
 from acc_bigmodel.stores.safetensors import SafetensorsStore, check_format
 from acc_bigmodel.stores.torch_file import read_torch_file
+from acc_hooks.ties import every_tensor
 from acc_ops.devices import canonical_device
 from acc_ops.modules import model_has_dtensor
 from acc_ops.optional import require
@@ -44,8 +47,8 @@ def load_state_dict(
 ) -> dict[str, Any]:
     """The contents of one weights file; `device_map` sends the tensors of a safetensors file to their devices.
 
-    On the CPU, where everything unlisted or meant for the disk stays, tensors are mapped. Other files are read by
-    torch.load with `weights_only=True`. Raises ValueError for a damaged file or weights of TensorFlow or Flax, OSError
+    On the CPU, where everything unlisted or meant for the disk stays, tensors are mapped. Other files are read into memory
+    by torch.load with `weights_only=True`. Raises ValueError for a damaged file or weights of TensorFlow or Flax, OSError
     for a safetensors file of an unknown format.
     """
     file = os.fspath(checkpoint_file)
@@ -80,19 +83,21 @@ def load_checkpoint_in_model(
 ) -> LoadReport:
     """Load a checkpoint (a file, an index, a folder, a hub id) into `model`, each tensor on its device.
 
-    Floating tensors take `dtype`, or the dtype the model has; with float16, names in `keep_in_fp32_modules` stay float32.
+    Floating tensors take `dtype`, a floating one, or the dtype the model has; with float16, names in `keep_in_fp32_modules` stay float32.
     Without a `device_map` tensors stay where the model has them, and come to the CPU from meta. Names in the checkpoint
-    and in the model that have no counterpart are in the report and in a warning, or an error with `strict`. Buffers of
+    and in the model that have no counterpart, and tied names with different values, are in the report and in a warning, or
+    an error with `strict`. Buffers of
     offloaded modules stay in memory unless `offload_buffers`. For a model of sharded tensors, `full_state_dict` and
     `broadcast_from_rank0` are those of torch.distributed.checkpoint; in the latter case other ranks read nothing.
     `offload_state_dict` has no effect: mapped weights need no temporary folder.
 
-    Raises ValueError when there is nothing usable, a file is damaged, shapes differ, a tensor has no device, or something
-    goes to the disk without an `offload_folder`. The model is then as it was.
+    Raises ValueError when there is nothing usable, a file is damaged, shapes differ, a tensor has no device or one that is
+    not there, or something goes to the disk without an `offload_folder`. The model is then as it was.
     """
     if offload_state_dict:
         logger.info("offload_state_dict has no effect: weights are mapped, not held in memory while loading.")
     _refuse_8bit(offload_8bit_bnb)
+    check_present(device_map or {})
     devices = {} if device_map is None else {key: device_key(device) for key, device in device_map.items()}
     if DISK in devices.values() and offload_folder is None:
         raise ValueError("the device map sends modules to the disk: give an offload_folder for them")
@@ -131,7 +136,8 @@ def load_checkpoint_and_dispatch(
     only loaded. Weights for the disk that are in a safetensors file of the right dtype are used in place, without an
     `offload_folder`. Other parameters as for `load_checkpoint_in_model` and `dispatch_model`.
 
-    Raises ValueError for an unknown name of a map, and what those two raise.
+    Raises ValueError for an unknown name of a map, CheckpointMismatch for a tensor on the meta device that the checkpoint
+    lacks, and what those two raise.
     """
     if isinstance(device_map, str):
         device_map = _automatic_map(
@@ -150,9 +156,10 @@ def load_checkpoint_and_dispatch(
     if offload_state_dict:
         logger.info("offload_state_dict has no effect: weights are mapped, not held in memory while loading.")
     device_maps.check_device_map(model, device_map)
+    check_present(device_map)
     wishes = LoadWishes(dtype=dtype, offload_buffers=offload_buffers, offload_folder=offload_folder)
     devices = {key: device_key(device) for key, device in device_map.items()}
-    report = _load(model, checkpoint, devices, wishes, strict)
+    report = _load(model, checkpoint, devices, wishes, strict, to_run=True)
     return dispatching.dispatch_model(
         model,
         device_map=device_map,
@@ -171,16 +178,32 @@ def _load(
     devices: Mapping[str, DeviceKey] | None,
     wishes: LoadWishes,
     strict: bool,
+    to_run: bool = False,
 ) -> LoadReport:
     store = open_store(checkpoint)
     homes = None if devices is None else expand_device_map(devices, state_names(model))
     steps, report = plan_load(model, store, homes, wishes)
-    if strict and (report.missing or report.unexpected):
+    report = replace(report, conflicting=find_conflicts(store, steps))
+    if strict and report.complaint():
         raise CheckpointMismatch(f"{os.fspath(checkpoint)} does not fit the model: {report.complaint()}")
+    if to_run:
+        _refuse_gaps(model, os.fspath(checkpoint), report)
     report = apply_steps(model, store, steps, report, wishes)
-    if report.missing or report.unexpected:
+    if report.complaint():
         logger.warning("loaded %s with differences: %s", os.fspath(checkpoint), report.complaint())
     return report
+
+
+def _refuse_gaps(model: nn.Module, checkpoint: str, report: LoadReport) -> None:
+    """A tensor that is on meta and not in the checkpoint has no value anywhere; an offload folder is not asked for it."""
+    tensors = dict(every_tensor(model))
+    empty = [name for name in report.missing if tensors[name].device.type == "meta"]
+    if empty:
+        raise CheckpointMismatch(
+            f"{', '.join(map(repr, empty[:5]))}{f' and {len(empty) - 5} more' if len(empty) > 5 else ''} would have no "
+            f"values: {checkpoint} does not fit the model: {report.complaint()}. Tie or fill what it lacks first, or build "
+            "the model with its values instead of empty"
+        )
 
 
 def _automatic_map(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 from acc_bigmodel.device_map import state_names
 from acc_bigmodel.placement import CPU, DISK, Device
 from acc_bigmodel.stores.dtypes import dtype_named
+from acc_bigmodel.stores.folder import same_bytes
 from acc_bigmodel.stores.store import WeightStore
 from acc_hooks.tensors import is_plain
 from acc_hooks.ties import every_tensor, tied_groups
@@ -50,7 +51,8 @@ class LoadReport:
 
     `loaded` has every name with its device (None: it stayed where the model had it); `missing` are names of the model
     that the checkpoint lacks, `unexpected` the other way round; `cast` changed their dtype; `tied` came under another name
-    of the same tensor. `index` says where on the disk the rest is, of which `written_bytes` had to be written.
+    of the same tensor; `conflicting` are tied names for which the checkpoint has a value of their own that differs from the
+    one used. `index` says where on the disk the rest is, of which `written_bytes` had to be written.
     """
 
     loaded: dict[str, Device | None]
@@ -58,6 +60,7 @@ class LoadReport:
     unexpected: tuple[str, ...] = ()
     cast: tuple[str, ...] = ()
     tied: tuple[str, ...] = ()
+    conflicting: tuple[str, ...] = ()
     index: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     written_bytes: int = 0
 
@@ -68,6 +71,10 @@ class LoadReport:
             lines.append(f"it lacks {_named(self.missing, self.unexpected)}")
         if self.unexpected:
             lines.append(f"the model has no {_named(self.unexpected, self.missing)}")
+        if self.conflicting:
+            lines.append(
+                f"the model ties {_named(self.conflicting, ())} to another name whose value differs, and which is used"
+            )
         return "; ".join(lines)
 
 
@@ -83,6 +90,10 @@ def plan_load(
     names = state_names(model)
     buffers = _buffer_names(model)
     wanted = None if wishes.dtype is None else dtype_named(wishes.dtype)
+    if wanted is not None and not _is_floating(wanted):
+        raise ValueError(
+            f"dtype={wanted} would cut the fractions off floating weights: give a floating dtype, or quantise the model"
+        )
     group_of = {name: group for group in tied_groups(model) for name in group}
     steps: list[Step] = []
     missing, tied, cast, wrong = [], [], [], []
@@ -118,6 +129,24 @@ def plan_load(
         tied=tuple(tied),
     )
     return steps, report
+
+
+def find_conflicts(store: WeightStore, steps: Sequence[Step]) -> tuple[str, ...]:
+    """The names that share another's tensor although `store` has a different value for them. Reads those two."""
+    by_name = {step.name: step for step in steps}
+    found = []
+    for step in steps:
+        leader = by_name[step.shared_with].source if step.shared_with is not None else step.source
+        if store.alias_of(step.source) != store.alias_of(leader) and not _equal(store, step.source, leader):
+            found.append(step.name)
+    return tuple(found)
+
+
+def _equal(store: WeightStore, name: str, other: str) -> bool:
+    if store.shape(name) != store.shape(other):
+        return False
+    one, two = store[name], store[other]
+    return same_bytes(one, two) or (one.dtype != two.dtype and torch.equal(one.double(), two.double()))
 
 
 def _shared(steps: list[Step], group_of: Mapping[str, list[str]]) -> list[Step]:

@@ -1,25 +1,27 @@
-"""Tensors to an offload folder and back, in the file format described in `stores/disk.py`."""
+"""Tensors to an offload folder and back, in the file format described in `stores/folder.py`."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from acc_bigmodel.stores.disk import (
-    INDEX_FILE,
-    OffloadedWeightsLoader,
+from acc_bigmodel.stores.disk import OffloadedWeightsLoader
+from acc_bigmodel.stores.dtypes import name_of_dtype
+from acc_bigmodel.stores.folder import (
+    home_of,
+    known_entries,
+    merge_index,
     raw_file,
-    read_offload_index,
     read_raw,
+    same_bytes,
+    stored_raw_file,
     write_raw,
 )
-from acc_bigmodel.stores.dtypes import name_of_dtype
 from acc_hooks.tensors import set_module_tensor_to_device
+from acc_hooks.ties import group_by_tensor
 
 
 def offload_weight(
@@ -36,7 +38,7 @@ def offload_weight(
         raise RuntimeError(f"{weight_name!r} is on the meta device and has no values to offload")
     write_raw(weight, raw_file(offload_folder, weight_name))
     if index is not None:
-        index[weight_name] = {"dtype": name_of_dtype(weight.dtype), "shape": list(weight.shape)}
+        index[weight_name] = _entry(weight)
     return index
 
 
@@ -51,14 +53,12 @@ def load_offloaded_weight(
 
 
 def save_offload_index(index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]) -> None:
-    """Merge `index` into `offload_folder/index.json`, which appears whole; nothing is written for an empty one."""
-    if not index:
-        return
-    file = Path(offload_folder) / INDEX_FILE
-    known = read_offload_index(offload_folder) if file.exists() else {}
-    staged = file.with_name(f".{INDEX_FILE}.writing")
-    staged.write_text(json.dumps({**known, **index}, indent=2) + "\n", encoding="utf-8")
-    os.replace(staged, file)
+    """Merge `index` into `offload_folder/index.json`, which appears whole; nothing is written for an empty one.
+
+    Several processes and threads may do so at once: no entry is lost.
+    """
+    if index:
+        merge_index(offload_folder, index)
 
 
 def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, torch.Tensor]) -> None:
@@ -73,22 +73,30 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str
 def offload_or_reuse(save_dir: str | os.PathLike[str], state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Offload `state` into a folder that may hold something already; returns the index of exactly these tensors.
 
-    A file is used as it is only when its bytes are those of the tensor. A tensor on the meta device has no bytes to
-    compare: the folder must hold one of the same dtype and shape, or this raises RuntimeError.
+    Names that share a tensor share a file. A file is used as it is only when its bytes are those of the tensor. A tensor
+    on the meta device has no bytes to compare: the folder must hold one of the same shape, or this raises RuntimeError.
     """
     os.makedirs(save_dir, exist_ok=True)
-    known = read_offload_index(save_dir) if (Path(save_dir) / INDEX_FILE).exists() else {}
+    known = known_entries(save_dir)
+    leader_of = {name: group[0] for group in group_by_tensor(state.items()) for name in group}
     index: dict[str, Any] = {}
+    written = set()
     for name, tensor in state.items():
+        leader = leader_of.get(name, name)
         info = known.get(name)
         if tensor.device.type == "meta":
             _check_entry(name, tensor, info, save_dir)
-            index[name] = info
-        elif info is not None and _holds(save_dir, name, info, tensor):
+            same = leader != name and _same_content(save_dir, known, leader, name)
+            index[name] = {**known[name], "same_as": home_of(leader, known[leader])} if same else info
+        elif leader != name:
+            index[name] = {**_entry(tensor), "same_as": leader}
+        elif info is not None and "same_as" not in info and _holds(save_dir, name, info, tensor):
             index[name] = info
         else:
             offload_weight(tensor, name, save_dir, index)
-    save_offload_index(index, save_dir)
+            written.add(name)
+    # what was tied to a tensor that is another one now has no file any more
+    merge_index(save_dir, index, lambda name, info: home_of(name, info) in written - {name})
     return index
 
 
@@ -141,12 +149,23 @@ def _check_entry(
 def _holds(folder: str | os.PathLike[str], name: str, info: Mapping[str, Any], tensor: torch.Tensor) -> bool:
     if info.get("dtype") != name_of_dtype(tensor.dtype) or info.get("shape") != list(tensor.shape):
         return False
+    stored = _stored(folder, name, info)
+    return stored is not None and same_bytes(stored, tensor.to("cpu"))
+
+
+def _same_content(folder: str | os.PathLike[str], known: Mapping[str, Any], name: str, other: str) -> bool:
+    """Whether the folder has raw files of the same content for both names, or one file."""
+    one, two = (None if key not in known else _stored(folder, key, known[key]) for key in (name, other))
+    return one is not None and two is not None and same_bytes(one, two)
+
+
+def _stored(folder: str | os.PathLike[str], name: str, info: Mapping[str, Any]) -> torch.Tensor | None:
+    """The tensor in a raw file; None for a slice, and for a file that is damaged or not there."""
     try:
-        stored = read_raw(raw_file(folder, name), info)
-    except (OSError, ValueError):
-        return False
-    return torch.equal(_bytes_of(stored), _bytes_of(tensor.detach().to("cpu")))
+        return read_raw(stored_raw_file(folder, home_of(name, info)), info)
+    except (OSError, KeyError, ValueError):
+        return None
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+def _entry(tensor: torch.Tensor) -> dict[str, Any]:
+    return {"dtype": name_of_dtype(tensor.dtype), "shape": list(tensor.shape)}

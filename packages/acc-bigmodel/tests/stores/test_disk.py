@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from acc_bigmodel import OffloadedWeightsLoader, offload_state_dict
+from acc_bigmodel.offload import offload_or_reuse
 from acc_bigmodel.stores.safetensors import Entry, write_safetensors
+from acc_bigmodel.stores.store import ReplacedFileError
 
 
 @pytest.fixture
@@ -124,3 +127,90 @@ def test_a_damaged_index_is_named(tmp_path: Path) -> None:
 
 def test_weights_come_on_the_wanted_device(folder: Path) -> None:
     assert OffloadedWeightsLoader(save_folder=folder, device="meta")["a"].is_meta
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
+def test_copies_and_pickles_carry_what_was_changed(folder: Path, again: Callable) -> None:
+    loader = OffloadedWeightsLoader(save_folder=folder)
+    loader.hold()
+    loader["a"].data.zero_()
+    twin = again(loader)
+    assert torch.equal(twin["a"], torch.zeros(4))
+    assert set(twin.state_dict) == {"a"}  # the rest is mapped
+    twin["a"].add_(1)
+    twin["b"].add_(1)
+    assert torch.equal(loader["a"], torch.zeros(4))
+    assert torch.equal(loader["b"], torch.ones(2, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
+def test_copies_and_pickles_keep_the_weights_of_a_folder_used_again(folder: Path, again: Callable) -> None:
+    loader = OffloadedWeightsLoader(save_folder=folder)
+    loader.hold()
+    offload_state_dict(folder, {"a": torch.full((4,), 9.0)})
+    (folder / "b.dat").unlink()
+    twin = again(loader)
+    assert torch.equal(twin["a"], torch.arange(4.0))
+    assert torch.equal(twin["b"], torch.ones(2, dtype=torch.bfloat16))
+
+
+def test_a_copy_holds_its_files_as_the_original_does(folder: Path) -> None:
+    loader = OffloadedWeightsLoader(save_folder=folder)
+    loader.hold()
+    twin = copy.deepcopy(loader)
+    offload_state_dict(folder, {"a": torch.full((4,), 9.0)})
+    assert torch.equal(twin["a"], torch.arange(4.0))
+
+
+def test_a_pickle_says_when_a_file_was_replaced_after_it(folder: Path) -> None:
+    for loader in (OffloadedWeightsLoader(save_folder=folder), OffloadedWeightsLoader(save_folder=folder)):
+        loader.hold()
+        text = pickle.dumps(loader)
+        offload_state_dict(folder, {"a": torch.full((4,), 9.0)})
+        with pytest.raises(ReplacedFileError, match=r"a\.dat was replaced"):
+            pickle.loads(text)["a"]
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
+def test_slices_of_a_replaced_file_are_carried_too(tmp_path: Path, again: Callable) -> None:
+    file = tmp_path / "w.safetensors"
+    write_safetensors(file, {"x": Entry.of(torch.arange(3.0)), "y": Entry.of(torch.ones(1))})
+    index = {name: {"safetensors_file": str(file)} for name in "xy"}
+    loader = OffloadedWeightsLoader(index=index)
+    loader.hold()
+    loader["x"].mul_(2)
+    fresh = again(loader)
+    assert (set(fresh.state_dict), fresh["x"].tolist(), fresh["y"].tolist()) == ({"x"}, [0, 2, 4], [1])
+    write_safetensors(tmp_path / "new", {"x": Entry.of(torch.zeros(3)), "y": Entry.of(torch.zeros(1))})
+    (tmp_path / "new").rename(file)
+    twin = again(loader)
+    assert (twin["x"].tolist(), twin["y"].tolist()) == ([0, 2, 4], [1])
+
+
+def test_tied_names_are_one_tensor_in_copies_too(tmp_path: Path) -> None:
+    weight = torch.arange(3.0)
+    offload_or_reuse(tmp_path, {"e": weight, "h": weight})
+    loader = OffloadedWeightsLoader(save_folder=tmp_path)
+    assert loader["e"] is loader["h"]
+    assert loader.alias_of("h") == "e"
+    loader["h"].add_(1)
+    twin = copy.deepcopy(loader)
+    assert twin["e"] is twin["h"]
+    assert twin["e"].tolist() == [1, 2, 3]
+
+
+def test_a_relative_folder_stays_the_same_after_a_change_of_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    offload_state_dict("off", {"a": torch.ones(1)})
+    write_safetensors("w.safetensors", {"x": Entry.of(torch.arange(3.0))})
+    loaders = [
+        OffloadedWeightsLoader(save_folder="off"),
+        OffloadedWeightsLoader(index={"a": {"safetensors_file": "w.safetensors", "weight_name": "x"}}),
+    ]
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for loader in loaders:
+        for twin in (copy.deepcopy(loader), loader, pickle.loads(pickle.dumps(loader))):
+            assert twin["a"][-1] > 0

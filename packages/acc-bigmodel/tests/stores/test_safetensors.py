@@ -13,8 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from acc_bigmodel.stores.safetensors import Entry, SafetensorsStore, check_format, write_safetensors
+from acc_bigmodel.stores.store import ReplacedFileError
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.uint8, torch.bool,
@@ -156,3 +158,28 @@ def test_what_the_format_cannot_hold_is_named_before_writing(tmp_path: Path) -> 
     with pytest.raises(ValueError, match="__metadata__"):
         write(tmp_path / "x.safetensors", {"__metadata__": torch.ones(1)})
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["float8_e8m0fnu", "float4_e2m1fn_x2"])
+def test_the_smallest_floats_are_read_and_written(tmp_path: Path, name: str) -> None:
+    if not hasattr(torch, name):
+        pytest.skip(f"this torch has no {name}")
+    tensor = torch.arange(8, dtype=torch.uint8).reshape(2, 4).view(getattr(torch, name))
+    theirs, ours = tmp_path / "theirs.safetensors", tmp_path / "ours.safetensors"
+    save_file({"w": tensor}, theirs)
+    write(ours, {"w": tensor})
+    for file in (theirs, ours):
+        store = SafetensorsStore(file)
+        assert (store.shape("w"), store.dtype("w"), store.nbytes("w")) == (tensor.shape, tensor.dtype, 8)
+        assert (store["w"].shape, store["w"].dtype) == (tensor.shape, tensor.dtype)
+        assert torch.equal(store["w"].view(torch.uint8), tensor.view(torch.uint8))
+        with safe_open(file, framework="pt") as whole:
+            assert torch.equal(whole.get_tensor("w").view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_a_copy_of_a_store_never_reads_another_file(tmp_path: Path) -> None:
+    store = SafetensorsStore(write(tmp_path / "x.safetensors", {"w": torch.ones(2)}))
+    text = pickle.dumps(store)
+    write(tmp_path / "new", {"w": torch.zeros(2)}).rename(tmp_path / "x.safetensors")
+    with pytest.raises(ReplacedFileError, match=r"x\.safetensors was replaced"):
+        pickle.loads(text)

@@ -1,29 +1,25 @@
-"""Offloaded weights: one raw file per tensor, or slices of safetensors files, found through an index.
-
-[Note: the offload folder]
-`NAME.dat` holds the bytes of one tensor in row order and nothing else; `index.json` says what they are:
-`{"NAME": {"dtype": "bfloat16", "shape": [4, 8]}}`. An entry may instead point into a safetensors file:
-`{"safetensors_file": PATH, "weight_name": NAME, "dtype": "bfloat16"}` (the last two are optional).
-Files are replaced, never rewritten, so that a model which mapped them before keeps its own weights.
-"""
+"""Offloaded weights: raw files of an offload folder (`stores/folder.py`) or slices of safetensors files, through an index."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import math
+import copy
 import os
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from acc_bigmodel.stores.dtypes import dtype_named
-from acc_bigmodel.stores.safetensors import SafetensorsStore, write_bytes
-from acc_bigmodel.stores.store import FileSlice, WeightStore
+from acc_bigmodel.stores.folder import (
+    home_of,
+    read_offload_index,
+    read_raw,
+    same_bytes,
+    stored_raw_file,
+)
+from acc_bigmodel.stores.safetensors import SafetensorsStore
+from acc_bigmodel.stores.store import FileSlice, ReplacedFileError, WeightStore, file_identity
 
-INDEX_FILE = "index.json"
 # below the usual limit of 65,530 maps a process
 _HELD_FILES = 16_384
 
@@ -31,9 +27,11 @@ _HELD_FILES = 16_384
 class OffloadedWeightsLoader(WeightStore):
     """The weights of an offloaded model: `state_dict` in memory first, then what `index` says about the disk.
 
-    `index` defaults to `save_folder/index.json`. What is read is mapped, and mapped once: a change made in place to a
-    weight that was handed out on the CPU is there again the next time, and never reaches the file. `device` is where
-    weights from the disk are put (default: they stay mapped on the CPU).
+    `index` defaults to `save_folder/index.json`. What is read is mapped, and mapped once, tied names together: a change
+    made in place to a weight that was handed out on the CPU is there again the next time, and never reaches the file.
+    Copies and pickles carry such changes; they read the rest from the same files, and raise ReplacedFileError (a
+    RuntimeError) when these are others by then. `device` is where weights from the disk are put (default: they stay
+    mapped on the CPU).
 
     Raises ValueError when neither `state_dict`, `save_folder` nor `index` is given.
     """
@@ -48,15 +46,22 @@ class OffloadedWeightsLoader(WeightStore):
         if state_dict is None and save_folder is None and index is None:
             raise ValueError("nothing to load weights from: give a state_dict, a save_folder or an index")
         self.state_dict: dict[str, torch.Tensor] = {} if state_dict is None else state_dict
+        if save_folder is not None and not os.path.isabs(save_folder):
+            save_folder = os.path.abspath(save_folder)  # the working directory may change
         self.save_folder = save_folder
         if index is None:
             index = {} if save_folder is None else read_offload_index(save_folder)
         self.index: dict[str, Mapping[str, Any]] = dict(index)
         self.all_keys = [*self.state_dict, *(name for name in self.index if name not in self.state_dict)]
         self.device = device
-        self._mapped: dict[str, torch.Tensor] = {}
+        self._mapped: dict[str, torch.Tensor] = {}  # by raw file, or by the name of a slice
         self._files: dict[str, SafetensorsStore] = {}
-        self._identities: dict[str, tuple[int, ...]] = {}
+        self._identities: dict[str, tuple[int, ...]] = {}  # of every file that was used, by its path
+        self._places: dict[str, str] = {}  # of safetensors files that the index names by a relative path
+        self._raw_files: dict[str, str] = {}
+        for info in self.index.values():
+            if _is_slice(info):
+                self._place_of(info)
 
     def __getitem__(self, key: str) -> torch.Tensor:
         if key in self.state_dict:
@@ -79,13 +84,24 @@ class OffloadedWeightsLoader(WeightStore):
     def __contains__(self, key: object) -> bool:
         return key in self.state_dict or key in self.index
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedWeightsLoader:
+        twin = self._unread()
+        memo[id(self)] = twin
+        kept = self._kept(twin)
+        twin.__dict__.update(copy.deepcopy({**twin.__dict__, "_mapped": {}, "_files": {}}, memo))
+        twin.state_dict.update(kept)
+        twin.hold(name for name in twin.index if self._is_held(name))
+        return twin
+
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **self.__dict__,
-            "_mapped": {},
-            "_files": {},
-            "_identities": {},
-        }  # maps stay behind, paths travel
+        unread = self._unread()
+        kept = self._kept(unread)
+        unread.state_dict = {**self.state_dict, **kept}
+        for name, info in self.index.items():
+            file = self._place_of(info) if _is_slice(info) else self._raw_file(name)
+            if name not in unread.state_dict and file not in unread._identities and os.path.exists(file):
+                unread._identities[file] = file_identity(file)
+        return {**unread.__dict__, "_mapped": {}, "_files": {}}  # maps stay behind, paths travel
 
     def shape(self, name: str) -> torch.Size:
         if name in self.state_dict:
@@ -112,107 +128,112 @@ class OffloadedWeightsLoader(WeightStore):
         found = self._slices(info).source(info.get("weight_name", name))
         return found if found is not None and found.dtype == self.dtype(name) else None
 
-    def hold(self) -> None:
-        """Map every raw file now, so that replacing the files later cannot change this model's weights."""
-        for name, info in self.index.items():
-            if name in self.state_dict or _is_slice(info):
+    def alias_of(self, name: str) -> str:
+        home = home_of(name, self.index.get(name, {}))
+        own = name in self.state_dict or home in self.state_dict or home not in self.index
+        return name if own or _is_slice(self.index[home]) else home
+
+    def hold(self, names: Iterable[str] | None = None) -> None:
+        """Map the files of `names` (default: all) now, so that replacing them later cannot change this model's weights."""
+        for name in self.index if names is None else names:
+            info = self.index.get(name)
+            if info is None or name in self.state_dict:
                 continue
-            if len(self._mapped) < _HELD_FILES:
+            if _is_slice(info):
+                self._slices(info)
+            elif len(self._mapped) < _HELD_FILES:
                 self._from_disk(name)
             else:
-                self._identities[name] = _identity(raw_file(self._folder(name), name))
+                file = self._raw_file(name)
+                self._identities.setdefault(file, file_identity(file))
 
     def _from_disk(self, name: str) -> torch.Tensor:
-        if name in self._mapped:
-            return self._mapped[name]
         info = self.index[name]
+        key = name if _is_slice(info) else self._raw_file(name)
+        if key in self._mapped:
+            return self._mapped[key]
         if _is_slice(info):
             stored = self._slices(info)[info.get("weight_name", name)]
             tensor = stored if info.get("dtype") is None else stored.to(dtype_named(info["dtype"]))
             if tensor is not stored:
                 return tensor  # converted: holding it would keep it in memory
-            self._mapped[name] = tensor
         else:
-            file = raw_file(self._folder(name), name)
-            known = self._identities.get(name)
-            if known is not None and known != _identity(file):
-                raise RuntimeError(
-                    f"{file} was replaced after this model was offloaded; offload each model into a folder of its own"
-                )
-            self._mapped[name] = read_raw(file, info)
-        return self._mapped[name]
+            self._recognise(key, file_identity(key))
+            tensor = read_raw(key, info)
+        return self._mapped.setdefault(key, tensor)  # another thread may have been faster
 
-    def _folder(self, name: str) -> str | os.PathLike[str]:
+    def _raw_file(self, name: str) -> str:
         if self.save_folder is None:
             raise ValueError(
                 f"the offload index says that {name!r} is in a folder, but no save_folder was given"
             )
-        return self.save_folder
+        home = home_of(name, self.index[name])
+        if home not in self._raw_files:
+            self._raw_files[home] = stored_raw_file(self.save_folder, home)
+        return self._raw_files[home]
 
     def _slices(self, info: Mapping[str, Any]) -> SafetensorsStore:
-        file = os.fspath(info["safetensors_file"])
+        file = self._place_of(info)
         if file not in self._files:
-            beside = None if self.save_folder is None else os.path.join(self.save_folder, file)
-            self._files[file] = SafetensorsStore(beside if beside and not os.path.exists(file) else file)
+            store = SafetensorsStore(file)
+            self._recognise(file, store.identity)
+            self._files.setdefault(file, store)
         return self._files[file]
 
+    def _place_of(self, info: Mapping[str, Any]) -> str:
+        """The absolute path of a safetensors file: found from the working directory, else beside the index."""
+        file = os.fspath(info["safetensors_file"])
+        if os.path.isabs(file):
+            return file
+        if file not in self._places:
+            beside = None if self.save_folder is None else os.path.join(self.save_folder, file)
+            self._places[file] = os.path.abspath(beside if beside and not os.path.exists(file) else file)
+        return self._places[file]
 
-def raw_file(folder: str | os.PathLike[str], name: str) -> str:
-    """The file of one raw tensor; a slash in the name does not make a folder."""
-    return os.path.join(folder, name.replace("/", "%2F").replace(os.sep, "%5C") + ".dat")
+    def _recognise(self, file: str, identity: tuple[int, ...]) -> None:
+        if self._identities.setdefault(file, identity) != identity:
+            raise ReplacedFileError(
+                f"{file} was replaced after this model was offloaded, or is a copy of the file it was offloaded to; offload "
+                "each model into a folder of its own, and offload again after moving the folder"
+            )
 
+    def _unread(self) -> OffloadedWeightsLoader:
+        """A loader of the same files, which knows them but has opened none."""
+        unread = object.__new__(type(self))
+        unread.__dict__.update(self.__dict__)
+        unread._mapped, unread._files = {}, {}
+        unread._identities = dict(self._identities)
+        return unread
 
-def read_raw(file: str | os.PathLike[str], info: Mapping[str, Any]) -> torch.Tensor:
-    """The tensor in a raw file, mapped; `info` has its "dtype" (a name) and "shape".
+    def _kept(self, unread: OffloadedWeightsLoader) -> dict[str, torch.Tensor]:
+        """Copies of what `unread` would not find: tensors that were written to, or whose file is another one by now."""
+        kept: dict[str, torch.Tensor] = {}
+        copies: dict[tuple[Any, ...], torch.Tensor] = {}
+        for name in self.index:
+            if name in self.state_dict or not self._is_held(name):
+                continue
+            tensor = self._from_disk(name)
+            if unread._gives(name, tensor):
+                continue
+            view = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())  # tied names stay tied
+            if view not in copies:
+                copies[view] = tensor.detach().clone()
+            kept[name] = copies[view]
+        return kept
 
-    Raises FileNotFoundError, or ValueError when the file has another size than `info` says.
-    """
-    dtype, shape = dtype_named(info["dtype"]), torch.Size(info["shape"])
-    nbytes = math.prod(shape) * dtype.itemsize
-    found = os.path.getsize(file)
-    if found < nbytes or (nbytes and found > nbytes):
-        raise ValueError(
-            f"{os.fspath(file)} has {found} bytes, but {info['dtype']} of shape {tuple(shape)} has {nbytes}; the file is "
-            "damaged or belongs to another model: offload again"
-        )
-    if nbytes == 0:
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    storage: Any = torch.UntypedStorage.from_file(os.fspath(file), False, nbytes)
-    strides = torch.empty(shape, dtype=dtype, device="meta").stride()
-    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, strides)
+    def _is_held(self, name: str) -> bool:
+        """Whether replacing the file would not change what this loader reads."""
+        info = self.index[name]
+        if _is_slice(info):
+            return self._place_of(info) in self._files
+        return self.save_folder is not None and self._raw_file(name) in self._mapped
 
-
-def write_raw(tensor: torch.Tensor, file: str) -> None:
-    """Write the bytes of one tensor; the file appears whole, and who mapped an earlier one keeps it."""
-    staged = f"{file}.writing"
-    try:
-        with open(staged, "wb") as out:
-            write_bytes(out, tensor)
-        os.replace(staged, file)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(staged)
-        raise
-
-
-def read_offload_index(folder: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
-    """The index of an offload folder; FileNotFoundError or ValueError when there is no usable one."""
-    file = Path(folder) / INDEX_FILE
-    if not file.is_file():
-        raise FileNotFoundError(f"{folder} is not an offload folder: it has no {INDEX_FILE}")
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not a JSON file: {error}") from error
-    if not isinstance(content, dict) or not all(isinstance(info, dict) for info in content.values()):
-        raise ValueError(f"{file} is not an offload index: it must map tensor names to what they are")
-    return content
+    def _gives(self, name: str, tensor: torch.Tensor) -> bool:
+        try:
+            return same_bytes(self._from_disk(name), tensor)
+        except (OSError, ValueError, ReplacedFileError):  # gone, damaged or replaced
+            return False
 
 
 def _is_slice(info: Mapping[str, Any]) -> bool:
     return info.get("safetensors_file") is not None
-
-
-def _identity(file: str) -> tuple[int, ...]:
-    status = os.stat(file)
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 # https://github.com/huggingface/safetensors, "Format": the dtype field of a header entry
@@ -23,11 +25,16 @@ _SAFETENSORS_NAMES = {
     "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2": "float8_e5m2",
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F4": "float4_e2m1fn_x2",
     "C64": "complex64",
 }
 _BY_SAFETENSORS_NAME: dict[str, torch.dtype] = {
     short: getattr(torch, name) for short, name in _SAFETENSORS_NAMES.items() if hasattr(torch, name)
 }
+_TWO_IN_A_BYTE = (
+    "F4"  # torch's shapes count the bytes, those of the format the numbers, along the last dimension
+)
 _SAFETENSORS_NAME_OF = {dtype: short for short, dtype in _BY_SAFETENSORS_NAME.items()}
 
 
@@ -49,14 +56,28 @@ def name_of_dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def dtype_of_safetensors(name: str) -> torch.dtype:
-    """The torch dtype of a safetensors header entry; ValueError for one that this torch cannot hold."""
+def layout_of_safetensors(shape: Sequence[int], name: str) -> tuple[torch.Size, torch.dtype]:
+    """The torch shape and dtype of a safetensors header entry; ValueError for one that this torch cannot hold."""
     try:
-        return _BY_SAFETENSORS_NAME[name]
+        dtype = _BY_SAFETENSORS_NAME[name]
     except KeyError:
         raise ValueError(
             f"the safetensors dtype {name!r} has no counterpart in torch {torch.__version__}"
         ) from None
+    if name != _TWO_IN_A_BYTE:
+        return torch.Size(shape), dtype
+    if not shape or shape[-1] % 2:
+        raise ValueError(f"the shape {tuple(shape)} of {name!r} does not fill whole bytes")
+    return torch.Size([*shape[:-1], shape[-1] // 2]), dtype
+
+
+def safetensors_shape(shape: Sequence[int], dtype: torch.dtype) -> list[int]:
+    """The shape that a safetensors header gives a torch tensor; ValueError for one that the format cannot hold."""
+    if _SAFETENSORS_NAME_OF.get(dtype) != _TWO_IN_A_BYTE:
+        return list(shape)
+    if not shape:
+        raise ValueError(f"safetensors cannot hold {dtype} without dimensions; give it one")
+    return [*shape[:-1], shape[-1] * 2]
 
 
 def safetensors_name(dtype: torch.dtype) -> str:

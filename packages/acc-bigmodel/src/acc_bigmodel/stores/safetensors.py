@@ -14,8 +14,8 @@ from typing import Any, BinaryIO
 import torch
 from safetensors import SafetensorError, safe_open
 
-from acc_bigmodel.stores.dtypes import dtype_of_safetensors, safetensors_name
-from acc_bigmodel.stores.store import FileSlice, WeightStore
+from acc_bigmodel.stores.dtypes import layout_of_safetensors, safetensors_name, safetensors_shape
+from acc_bigmodel.stores.store import FileSlice, ReplacedFileError, WeightStore, file_identity
 
 _ALIGNMENT_BYTES = 8
 
@@ -31,6 +31,7 @@ class SafetensorsStore(WeightStore):
         self.file = os.path.abspath(os.fspath(file))
         if not os.path.isfile(self.file):
             raise FileNotFoundError(f"there is no weights file {self.file}")
+        self.identity = file_identity(self.file)
         try:
             self._handle: Any = safe_open(self.file, framework="pt")
         except (SafetensorError, OSError) as error:
@@ -46,12 +47,12 @@ class SafetensorsStore(WeightStore):
     def __repr__(self) -> str:
         return f"SafetensorsStore({self.file!r})"
 
-    def __reduce__(self) -> tuple[Callable[[str], SafetensorsStore], tuple[str]]:
-        return SafetensorsStore, (self.file,)  # the open file stays behind, the path travels
+    def __reduce__(self) -> tuple[Callable[..., SafetensorsStore], tuple[str, tuple[int, ...]]]:
+        return _open_again, (self.file, self.identity)  # the open file stays behind, the path travels
 
     def __getitem__(self, name: str) -> torch.Tensor:
         home = self._home[name]
-        dtype_of_safetensors(self._handle.get_slice(home).get_dtype())
+        self._layout_of(home)  # of a dtype that torch does not have, the error should say so
         tensor: torch.Tensor = self._handle.get_tensor(home)
         return tensor
 
@@ -81,11 +82,18 @@ class SafetensorsStore(WeightStore):
         if layout is None:
             entry = self._handle.get_slice(self._home[name])
             try:
-                layout = torch.Size(entry.get_shape()), dtype_of_safetensors(entry.get_dtype())
+                layout = layout_of_safetensors(entry.get_shape(), entry.get_dtype())
             except ValueError as error:
                 raise ValueError(f"{name!r} in {self.file}: {error}") from error
             self._layout[name] = layout
         return layout
+
+
+def _open_again(file: str, identity: tuple[int, ...]) -> SafetensorsStore:
+    store = SafetensorsStore(file)
+    if store.identity != identity:
+        raise ReplacedFileError(f"{file} was replaced after the store that is copied here had opened it")
+    return store
 
 
 def check_format(store: SafetensorsStore) -> bool:
@@ -138,10 +146,10 @@ def write_safetensors(
         if name == "__metadata__":
             raise ValueError("a tensor cannot be called '__metadata__' in a safetensors file; rename it")
         try:
-            kind = safetensors_name(entry.dtype)
+            kind, shape = safetensors_name(entry.dtype), safetensors_shape(entry.shape, entry.dtype)
         except ValueError as error:
             raise ValueError(f"{name!r}: {error}") from error
-        header[name] = {"dtype": kind, "shape": list(entry.shape), "data_offsets": [at, at + entry.nbytes]}
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [at, at + entry.nbytes]}
         at += entry.nbytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT_BYTES)

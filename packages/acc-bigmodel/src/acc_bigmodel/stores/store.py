@@ -7,12 +7,14 @@
 - in a file written by torch.save: `TorchFileStore`
 - spread over shards: `ChainedStore`
 A tensor read from a file is a private view of the mapped file: reading it costs no anonymous memory, and writing to it
-copies the touched pages, so that the file never changes.
+copies the touched pages, so that the file never changes. A tensor of a torch.save file is a copy instead: torch.save
+writes over files in place, which would tear the mapped weights away.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +36,10 @@ class FileSlice:
     def index_entry(self) -> dict[str, Any]:
         """How an offload index (index.json) refers to it."""
         return {"safetensors_file": self.file, "weight_name": self.name, "dtype": name_of_dtype(self.dtype)}
+
+
+class ReplacedFileError(RuntimeError):
+    """A file of weights is another one than when it was opened first."""
 
 
 class WeightStore(Mapping[str, torch.Tensor]):
@@ -61,6 +67,12 @@ class WeightStore(Mapping[str, torch.Tensor]):
     def alias_of(self, name: str) -> str:
         """The name under which the same stored tensor was saved first; `name` itself when it shares with none."""
         return name
+
+
+def file_identity(file: str | os.PathLike[str]) -> tuple[int, ...]:
+    """What differs when a file was replaced or written to."""
+    status = os.stat(file)
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 class MemoryStore(WeightStore):

@@ -1,30 +1,49 @@
-"""Weights in a file written by torch.save, mapped where the file allows it."""
+"""Weights in a file written by torch.save: mapped while they are read, copied when they are handed out."""
 
 from __future__ import annotations
 
 import os
 import pickle
+import struct
 import zipfile
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from acc_bigmodel.stores.store import MemoryStore
+from acc_bigmodel.stores.store import MemoryStore, ReplacedFileError, file_identity
+
+# what unpickling bytes that are no pickle may end in
+_UNREADABLE = (
+    RuntimeError,
+    EOFError,
+    OSError,
+    LookupError,
+    AttributeError,
+    TypeError,
+    ValueError,
+    AssertionError,
+    struct.error,
+)
 
 
 class TorchFileStore(MemoryStore):
     """The tensors of a state dict written by torch.save; `others` are the names of entries that are no tensors.
 
-    Only plain data is read (`weights_only=True`). Raises FileNotFoundError, or ValueError for a file that holds no state
-    dict or cannot be read.
+    A tensor is a copy each time it is asked for: torch.save writes over a file in place, and who had mapped it would be
+    left without weights. Only plain data is read (`weights_only=True`). Raises FileNotFoundError, or ValueError for a file
+    that holds no state dict of plain tensors or cannot be read; reading from it later raises ReplacedFileError when the
+    file has been written to.
     """
 
     def __init__(self, file: str | os.PathLike[str]) -> None:
         self.file = os.path.abspath(os.fspath(file))
         if not os.path.isfile(self.file):
             raise FileNotFoundError(f"there is no weights file {self.file}")
-        content = read_torch_file(self.file)
+        self._identity = file_identity(self.file)
+        # only the zip format (torch >= 1.6) can be mapped; an older file is read into memory
+        self._is_mapped = zipfile.is_zipfile(self.file)
+        content = read_torch_file(self.file, mapped=self._is_mapped)
         if not isinstance(content, Mapping):
             raise ValueError(
                 f"{self.file} holds a {type(content).__name__}, not a state dict (names -> tensors)"
@@ -36,16 +55,31 @@ class TorchFileStore(MemoryStore):
                 f"{self.file} holds no tensors but {', '.join(map(repr, self.others[:5]))}; if the state dict is nested "
                 "in one of them, save that one on its own"
             )
+        self._first: dict[str, str] = {}
+        first_with: dict[tuple[Any, ...], str] = {}
+        for name, tensor in tensors.items():
+            _check_plain(self.file, name, tensor)
+            view = (tensor.data_ptr() or name, tensor.dtype, tensor.shape, tensor.stride())
+            self._first[name] = first_with.setdefault(view, name)
         super().__init__(tensors)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor = self.tensors[name]
+        if not self._is_mapped:
+            return tensor
+        if not os.path.exists(self.file) or file_identity(self.file) != self._identity:
+            raise ReplacedFileError(f"{self.file} was written to after it was opened; open it again")
+        return tensor.detach().clone()
 
     def __repr__(self) -> str:
         return f"TorchFileStore({self.file!r})"
 
+    def alias_of(self, name: str) -> str:
+        return self._first[name]
 
-def read_torch_file(file: str) -> Any:
+
+def read_torch_file(file: str, mapped: bool = False) -> Any:
     """What torch.save wrote, on the CPU; only plain data is read. ValueError when it is more than that, or damaged."""
-    # only the zip format (torch >= 1.6) can be mapped; an older file is read into memory
-    mapped = zipfile.is_zipfile(file)
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
@@ -53,5 +87,14 @@ def read_torch_file(file: str) -> Any:
             f"{file} holds more than plain tensors, and loading it could run code: {error}. If you trust it, load it with "
             "torch.load(weights_only=False) and save its state dict as safetensors"
         ) from error
-    except (RuntimeError, EOFError, OSError) as error:
-        raise ValueError(f"{file} cannot be read as a torch.save file: {error}") from error
+    except _UNREADABLE as error:
+        raise ValueError(
+            f"{file} cannot be read as a torch.save file: {type(error).__name__} {error}"
+        ) from error
+
+
+def _check_plain(file: str, name: object, tensor: torch.Tensor) -> None:
+    if not isinstance(name, str):
+        raise ValueError(f"{file} has a tensor called {name!r}, a {type(name).__name__}: names must be text")
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{name!r} in {file} is a tensor of layout {tensor.layout}; save its to_dense()")
