@@ -185,21 +185,19 @@ def test_a_change_of_dtype_takes_effect(x, offload):
     assert layer.state_dict()["weight"].dtype == torch.float64
 
 
-def test_a_weight_assigned_while_offloaded_is_used(x, offload):
-    layer = offload(nn.Linear(4, 4, bias=False))
-    layer.weight = nn.Parameter(torch.eye(4))
-    torch.testing.assert_close(layer(x), x)
-    assert layer.weight.device == META
-    torch.testing.assert_close(layer(x), x)
-
-
-def test_a_recurrent_layer_can_be_offloaded(offload):
+def test_a_recurrent_layer_can_be_offloaded_and_keeps_no_weights_between_calls(offload):
     layer = nn.LSTM(2, 3)
     x = torch.ones(4, 1, 2)
     expected = layer(x)[0]
     offload(layer)
+    assert all(weight.is_meta for weight in layer._flat_weights)
     for _ in range(2):
         torch.testing.assert_close(layer(x)[0], expected)
+        assert all(weight.is_meta for weight in layer._flat_weights)
+    torch.testing.assert_close(pickle.loads(pickle.dumps(layer))(x)[0], expected)
+    remove_hook_from_module(layer)
+    assert not any(weight.is_meta for weight in layer._flat_weights)
+    torch.testing.assert_close(layer(x)[0], expected)
 
 
 def test_a_module_that_calls_itself_is_loaded_once(offload, read_only):

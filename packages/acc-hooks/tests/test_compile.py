@@ -146,3 +146,18 @@ def test_a_hooked_model_can_be_exported():
     x = torch.ones(2, 4)
     exported = torch.export.export(model, (x,))
     torch.testing.assert_close(exported.module()(x), model(x))
+
+
+def test_an_offloaded_layer_with_a_forward_hook_computes_the_same_compiled():
+    model = stack()
+    x = torch.ones(2, 4)
+    seen = []
+    model[1].register_forward_hook(lambda module, *_: seen.append(module.weight.is_meta))
+    expected = model(x)
+    add_hook_to_module(model[1], AlignDevicesHook("cpu", offload=True))
+    compiled = torch.compile(model, backend="eager")
+    seen.clear()
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x), expected)
+    assert seen == [False, False]
+    assert model[1].weight.is_meta

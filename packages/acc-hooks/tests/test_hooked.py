@@ -315,3 +315,39 @@ def test_a_class_with_slots_and_a_metaclass_can_be_hooked():
     assert module(torch.ones(1)).item() == 2
     assert module.extra == 3
     assert isinstance(type(module), Meta)
+
+
+def test_the_forward_hooks_of_a_module_find_its_weights(x, offload, read_only):
+    layer = nn.Linear(4, 4)
+    expected = layer.weight.detach().clone()
+    weights = read_only(layer.state_dict())
+    seen = []
+    layer.register_forward_pre_hook(lambda module, _: seen.append(module.weight.detach().clone()))
+    layer.register_forward_hook(lambda module, *_: seen.append(module.weight.detach().clone()))
+    offload(layer, weights_map=weights)
+    layer(x)
+    assert len(seen) == 2
+    assert all(torch.equal(weight, expected) for weight in seen)
+    assert sorted(weights.asked) == ["bias", "weight"]  # fetched once
+    assert layer.weight.is_meta
+    with pytest.raises(RuntimeError):
+        layer(torch.ones(2, 5))
+    assert layer.weight.is_meta
+
+
+@pytest.mark.parametrize("appended", [False, True])
+@pytest.mark.parametrize("copier", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
+def test_a_weight_that_a_pre_hook_computes_is_right(x, appended, copier):
+    layer = torch.nn.utils.weight_norm(nn.Linear(4, 4)).requires_grad_(False)
+    expected = layer(x)
+    if appended:
+        add_hook_to_module(layer, AlignDevicesHook("cpu"))
+    add_hook_to_module(layer, AlignDevicesHook("cpu", offload=True), append=True)
+    layer = copier(layer)
+    layer.weight = torch.zeros(4, 4)
+    torch.testing.assert_close(layer(x), expected)
+    assert layer.weight_g.is_meta
+    remove_hook_from_module(layer)
+    assert type(layer) is nn.Linear
+    torch.testing.assert_close(layer(x), expected)

@@ -4,7 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from acc_hooks import AlignDevicesHook, add_hook_to_module, offloaded
+from acc_hooks import (
+    AlignDevicesHook,
+    add_hook_to_module,
+    attach_align_device_hook,
+    offloaded,
+    remove_hook_from_module,
+)
 from acc_hooks.offloaded import OffloadedTensors, differs
 from acc_hooks.resident import Residents
 
@@ -77,3 +83,20 @@ def test_nan_is_no_difference_and_an_empty_tensor_is_none():
     assert not differs(torch.empty(0), torch.empty(0))
     assert not differs(torch.tensor(1.0), torch.tensor(1.0))
     assert differs(torch.tensor(1.0), torch.tensor(2.0))
+
+
+@pytest.mark.parametrize("with_map", [False, True])
+def test_offloading_twice_is_refused_by_name_and_changes_nothing(x, with_map):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    expected = model(x)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    attach_align_device_hook(model, execution_device="cpu", offload=True, weights_map=weights)
+    hook = model[0]._hf_hook
+    with pytest.raises(ValueError, match=r"0\.weight is offloaded already.*remove_hook_from_module"):
+        attach_align_device_hook(
+            model, execution_device="cpu", offload=True, weights_map=weights if with_map else None
+        )
+    assert model[0]._hf_hook is hook
+    torch.testing.assert_close(model(x), expected)
+    remove_hook_from_module(model, recurse=True)
+    torch.testing.assert_close(model(x), expected)

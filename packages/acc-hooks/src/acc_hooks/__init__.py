@@ -9,7 +9,7 @@ _NAMES = {
     "CpuOffload": "offload",
     "LayerwiseCastingHook": "casting",
     "ModelHook": "hook",
-    "OffloadedWeightError": "offloaded",
+    "OffloadedWeightError": "placeholder",
     "TensorPlacement": "tensors",
     "PrefixedDataset": "prefixed",
     "SequentialHook": "hook",

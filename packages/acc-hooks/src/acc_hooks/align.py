@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from acc_hooks.homes import differs, outside_inference_mode
+from acc_hooks.hook import ModelHook, attached_hook, iterate_hooks
+from acc_hooks.inputs import are_on, begin_forward, bring_back, end_forward, move
+from acc_hooks.offloaded import OffloadedTensors
+from acc_hooks.placeholder import is_placeholder
+from acc_hooks.resident import Residents
+from acc_hooks.tensors import TiedParams, buffer_names, owner_of, place, put_tensor
+from acc_hooks.ties import every_tensor, group_by_tensor
+from acc_hooks.untraced import untraced
 from acc_ops.devices import DeviceLike, canonical_device
 from acc_ops.tree import find_device
-
-from .hook import ModelHook, attached_hook, iterate_hooks
-from .inputs import are_on, begin_forward, end_forward, move
-from .offloaded import OffloadedTensors, differs
-from .resident import Residents
-from .tensors import TiedParams, owner_of, place, put_tensor
-from .ties import every_tensor, group_by_tensor
-from .untraced import untraced
 
 
 class AlignDevicesHook(ModelHook, own_calls=True):
@@ -77,6 +78,7 @@ class AlignDevicesHook(ModelHook, own_calls=True):
             f"place_submodules={self.place_submodules}, skip_keys={self.skip_keys!r})"
         )
 
+    @outside_inference_mode()
     def init_hook(self, module: nn.Module) -> nn.Module:
         if self._offloaded is not None:
             raise ValueError(
@@ -100,7 +102,7 @@ class AlignDevicesHook(ModelHook, own_calls=True):
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         self._let_go(module, counted=False)
-        return _on(output, self.input_device, self.skip_keys) if self.io_same_device else output
+        return bring_back(output, self.input_device, self.skip_keys) if self.io_same_device else output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         if self._offloaded is not None:
@@ -130,7 +132,7 @@ class AlignDevicesHook(ModelHook, own_calls=True):
         output = forward(module, *args, **kwargs)
         if type(output) is Tensor and output.device == input_device:
             return output
-        return _on(output, input_device, self.skip_keys)
+        return bring_back(output, input_device, self.skip_keys)
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
         if self._is_overridden:
@@ -156,7 +158,7 @@ class AlignDevicesHook(ModelHook, own_calls=True):
             return self.post_forward(module, output)
         input_device = token[1]
         self._abort(module, token)
-        return _on(output, input_device, self.skip_keys)
+        return bring_back(output, input_device, self.skip_keys)
 
     def _abort(self, module: nn.Module, token: Any) -> None:
         if token is None:
@@ -182,6 +184,28 @@ class AlignDevicesHook(ModelHook, own_calls=True):
         if self._offloaded is not None:
             untraced(self._offloaded.let_go, module, self._map(), self.tied_params_map, counted, compare)
 
+    def _holds_weights(self) -> bool:
+        return self._offloaded is not None
+
+    @contextlib.contextmanager
+    def _around_call(self, module: nn.Module) -> Iterator[None]:
+        self._hold(module, counted=True)
+        try:
+            yield
+        finally:
+            self._let_go(module, counted=True)
+
+    def _held_placeholders(self) -> dict[int, Tensor]:
+        return {} if self._offloaded is None else self._offloaded.held_placeholders()
+
+    def _value_behind(self, placeholder: Tensor) -> Tensor | None:
+        offloaded = self._offloaded
+        return None if offloaded is None else offloaded.value_behind(placeholder, self._map())
+
+    def _write_behind(self, placeholder: Tensor, value: Tensor) -> bool:
+        offloaded = self._offloaded
+        return offloaded is not None and offloaded.write_behind(placeholder, value, self._map())
+
     def _map(self) -> Mapping[str, Tensor]:
         if self.weights_map is None:
             raise ValueError(
@@ -199,7 +223,7 @@ class AlignDevicesHook(ModelHook, own_calls=True):
 
     def _take_weights(self, module: nn.Module, device: torch.device | None) -> None:
         tensors = self._tensors(module)
-        buffers, lasting = _buffer_names(module, self.place_submodules)
+        buffers, lasting = buffer_names(module, self.place_submodules)
         away = [name for name in tensors if name not in buffers or (self.offload_buffers and name in lasting)]
         self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
         self.param_original_devices = {k: v for k, v in self.original_devices.items() if k not in buffers}
@@ -211,10 +235,16 @@ class AlignDevicesHook(ModelHook, own_calls=True):
         offloaded = OffloadedTensors(residents, self._path)
         offloaded.take(module, away, self.weights_map)
         self._offloaded = offloaded
-        if device is not None:
+        offloaded.answer_for(self)
+        if device is None:
+            return
+        try:
             self._settle(
                 module, {name: tensors[name] for name in tensors.keys() - set(away)}, device, residents
             )
+        except BaseException:
+            self.detach_hook(module)
+            raise
 
     def _settle(
         self, module: nn.Module, tensors: Mapping[str, Tensor], device: torch.device, residents: Residents
@@ -222,7 +252,9 @@ class AlignDevicesHook(ModelHook, own_calls=True):
         """Put tensors on `device` to stay; the names of a tie get one tensor."""
         for name, tensor in tensors.items():
             owner, leaf = owner_of(module, name)
-            if tensor.is_meta and (has_offloaded_params(module) or has_offloaded_params(owner)):
+            if is_placeholder(tensor) or (
+                tensor.is_meta and (has_offloaded_params(module) or has_offloaded_params(owner))
+            ):
                 continue  # the placeholder of a hook that is there already
 
             def make(tensor: Tensor = tensor, name: str = name) -> Tensor:
@@ -245,10 +277,14 @@ class AlignDevicesHook(ModelHook, own_calls=True):
         return {name: tensor for name, tensor in every if not name.startswith(prefixes)}
 
     def _real(self, name: str, tensor: Tensor) -> Tensor:
+        if is_placeholder(tensor):
+            raise ValueError(
+                f"{self._full(name)} is offloaded already, by a hook that is there: call "
+                "remove_hook_from_module(model, recurse=True) first, which brings the weights back"
+            )
         if tensor.is_meta:
             raise ValueError(
-                f"{self._full(name)} is on the meta device and has no value to offload: give the hook a weights_map, or "
-                "remove the hook that offloads it already"
+                f"{self._full(name)} is on the meta device and has no value to offload: give the hook a weights_map"
             )
         return tensor.detach()
 
@@ -269,7 +305,6 @@ class AlignDevicesHook(ModelHook, own_calls=True):
         if self._offloaded is None:
             yield
             return
-        self._offloaded.store_below(state_dict, prefix, self._map())
         if not self._offloaded.wants(state_dict, prefix):
             yield
             return
@@ -281,6 +316,11 @@ class AlignDevicesHook(ModelHook, own_calls=True):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "tied_params_map": None}  # its addresses mean nothing to a copy
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self._offloaded is not None:
+            self._offloaded.answer_for(self)
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
@@ -351,24 +391,3 @@ def _shared_or_placed(
     if device not in shared:
         shared[device] = place(tensor, None, device, name=name)
     return shared[device]
-
-
-def _buffer_names(module: nn.Module, recurse: bool) -> tuple[set[str], set[str]]:
-    """All buffers, and those of them that a state dict holds."""
-    every, lasting = set(), set()
-    owners: Iterable[tuple[str, nn.Module]] = [("", module)]
-    if recurse:
-        owners = module.named_modules(remove_duplicate=False)
-    for path, owner in owners:
-        for name in owner._buffers:
-            full = f"{path}.{name}" if path else name
-            every.add(full)
-            if name not in owner._non_persistent_buffers_set:
-                lasting.add(full)
-    return every, lasting
-
-
-def _on(output: Any, device: torch.device | None, skip_keys: str | list[str] | None) -> Any:
-    if device is None or (type(output) is Tensor and output.device == device):
-        return output
-    return move(output, device, skip_keys)

@@ -6,6 +6,7 @@ A block is a module that a device map names. What it contains belongs to it, dow
 from __future__ import annotations
 
 import bisect
+import contextlib
 import functools
 import itertools
 from collections.abc import Iterator, Mapping
@@ -14,14 +15,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from acc_hooks.align import AlignDevicesHook
+from acc_hooks.hook import ModelHook, add_hook_to_module, attached_hook
+from acc_hooks.prefixed import PrefixedDataset
+from acc_hooks.resident import Residents
+from acc_hooks.tensors import TiedParams
+from acc_hooks.ties import every_tensor, tied_groups
 from acc_ops.devices import DeviceLike
 
-from .align import AlignDevicesHook
-from .hook import add_hook_to_module, attached_hook
-from .prefixed import PrefixedDataset
-from .resident import Residents
-from .tensors import TiedParams
-from .ties import every_tensor, tied_groups
+from . import hooked
 
 
 def attach_align_device_hook(
@@ -49,7 +51,8 @@ def attach_align_device_hook(
         tied_params_map=tied_params_map,
         residents=_residents(module, module_name),
     )
-    _attach_to_all(module, module_name, execution_device, offload, options)
+    with options.undone_on_failure():
+        _attach_to_all(module, module_name, execution_device, offload, options)
 
 
 def attach_align_device_hook_on_blocks(
@@ -84,11 +87,12 @@ def attach_align_device_hook_on_blocks(
     )
     blocks = {path: block for path, block in _every_path(module, module_name) if path in devices}
     _check_names(devices, blocks, module)
-    if module_name not in blocks or offloaded[module_name]:
-        root = options.hook(module_name, devices.get(module_name), io_same_device=True)
-        add_hook_to_module(module, root, append=True)
-    for path, block in blocks.items():
-        _attach_to_block(block, path, devices[path], offloaded[path], options, is_root=path == module_name)
+    with options.undone_on_failure():
+        if module_name not in blocks or offloaded[module_name]:
+            options.attach(module, options.hook(module_name, devices.get(module_name), io_same_device=True))
+        for path, block in blocks.items():
+            is_root = path == module_name
+            _attach_to_block(block, path, devices[path], offloaded[path], options, is_root=is_root)
 
 
 def attach_execution_device_hook(
@@ -108,7 +112,8 @@ def attach_execution_device_hook(
         tied_params_map=tied_params_map,
         residents=_residents(module, ""),
     )
-    _attach_execution_device(module, "", execution_device, options)
+    with options.undone_on_failure():
+        _attach_execution_device(module, "", execution_device, options)
 
 
 @dataclass(kw_only=True)
@@ -123,6 +128,27 @@ class _Options:
     residents: Residents
     blocks: frozenset[str] = frozenset()
     seen: set[int] = field(default_factory=set)  # modules that have their hook
+    attached: list[tuple[nn.Module, ModelHook | None, ModelHook]] = field(default_factory=list)  # before, new
+
+    def attach(self, module: nn.Module, hook: ModelHook) -> None:
+        """Append a hook, and remember it."""
+        before = attached_hook(module)
+        add_hook_to_module(module, hook, append=True)
+        self.attached.append((module, before, hook))
+
+    @contextlib.contextmanager
+    def undone_on_failure(self) -> Iterator[None]:
+        """An exception takes back the hooks, and with them the placeholders; what was moved to a device stays there."""
+        try:
+            yield
+        except BaseException:
+            for module, before, hook in reversed(self.attached):
+                hook.detach_hook(module)
+                if before is None:
+                    hooked.unwrap(module)
+                else:
+                    hooked.wrap(module, before)
+            raise
 
     @functools.cached_property
     def sorted_blocks(self) -> list[str]:
@@ -161,7 +187,7 @@ def _attach_to_block(
     else:
         options.seen.add(id(block))
         hook = options.hook(path, device, io_same_device=is_root, place_submodules=True)
-        add_hook_to_module(block, hook, append=True)
+        options.attach(block, hook)
     if device is not None:
         _attach_execution_device(block, path, device, options)
 
@@ -169,29 +195,36 @@ def _attach_to_block(
 def _attach_to_all(
     module: nn.Module, path: str, device: DeviceLike | None, offload: bool, options: _Options
 ) -> None:
-    for name, submodule, is_last in _walk(module, path, options):
+    for name, submodule, is_last in _walk(module, path, options, offload):
         preload = is_last and offload
         if id(submodule) not in options.seen and (
             preload or next(every_tensor(submodule, recurse=False), None)
         ):
             options.seen.add(id(submodule))
             hook = options.hook(name, device, offload, place_submodules=preload)
-            add_hook_to_module(submodule, hook, append=True)
+            options.attach(submodule, hook)
 
 
 def _attach_execution_device(module: nn.Module, path: str, device: DeviceLike, options: _Options) -> None:
     with_state = _modules_with_state(module)
     for name, submodule, _ in _walk(module, path, options):
         if id(submodule) in with_state and attached_hook(submodule) is None:
-            add_hook_to_module(submodule, options.hook(name, device))
+            options.attach(submodule, options.hook(name, device))
 
 
-def _walk(module: nn.Module, path: str, options: _Options) -> Iterator[tuple[str, nn.Module, bool]]:
-    """(path, module, whether its class is preloaded) of a block; not into other blocks, nor below preloaded modules."""
+def _walk(
+    module: nn.Module, path: str, options: _Options, offload: bool = False
+) -> Iterator[tuple[str, nn.Module, bool]]:
+    """(path, module, whether its class is preloaded) of a block; not into other blocks, nor below preloaded modules.
+
+    torch's attention computes with its child's weights without calling it, so that one is loaded whole.
+    """
     waiting = [(path, module)]
     while waiting:
         name, submodule = waiting.pop()
-        is_last = type(submodule).__name__ in options.preload
+        is_last = type(submodule).__name__ in options.preload or (
+            offload and isinstance(submodule, nn.MultiheadAttention)
+        )
         yield name, submodule, is_last
         if is_last:
             continue

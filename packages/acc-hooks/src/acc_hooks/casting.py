@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .hook import ModelHook, add_hook_to_module, attached_hook, iterate_hooks
+from acc_hooks.hook import ModelHook, add_hook_to_module, attached_hook, iterate_hooks
 
 SUPPORTED_CLASSES = (
     nn.Conv1d,

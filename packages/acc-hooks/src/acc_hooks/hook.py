@@ -24,12 +24,13 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from acc_hooks.inputs import are_on
 
 from . import hooked
-from .inputs import are_on
 
-_MOVING_METHODS = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa")
+_MOVING_METHODS = ("to", "cpu", "to_empty", "cuda", "npu", "xpu", "mlu", "sdaa", "musa")
 
 
 class ModelHook:
@@ -116,6 +117,18 @@ class ModelHook:
 
     def _wants_no_grad(self) -> bool:
         return self.no_grad
+
+    def _holds_weights(self) -> bool:
+        """Whether the module's weights are there only while it runs."""
+        return False
+
+    def _around_call(self, module: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG002
+        """What is around the module's whole call, its forward hooks included, if it has such hooks."""
+        return contextlib.nullcontext()
+
+    def _held_placeholders(self) -> dict[int, Tensor]:
+        """What a copy of the module made now gets instead of the weights that are there for a call: id -> placeholder."""
+        return {}
 
     def _fill_state_dict(self, module: nn.Module, destination: dict[str, Any], prefix: str) -> None:
         """Put real values into a state dict where the module holds placeholders."""
@@ -213,6 +226,19 @@ class SequentialHook(ModelHook, own_calls=True):
 
     def _wants_no_grad(self) -> bool:
         return self.no_grad or any(hook._wants_no_grad() for hook in self.hooks)
+
+    def _holds_weights(self) -> bool:
+        return any(hook._holds_weights() for hook in self.hooks)
+
+    @contextlib.contextmanager
+    def _around_call(self, module: nn.Module) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for hook in self.hooks:
+                stack.enter_context(hook._around_call(module))
+            yield
+
+    def _held_placeholders(self) -> dict[int, Tensor]:
+        return {key: tensor for hook in self.hooks for key, tensor in hook._held_placeholders().items()}
 
     def _fill_state_dict(self, module: nn.Module, destination: dict[str, Any], prefix: str) -> None:
         for hook in self.hooks:

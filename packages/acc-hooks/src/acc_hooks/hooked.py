@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .inputs import PLAIN_TYPES, are_on
+from acc_hooks.inputs import PLAIN_TYPES, are_on
+from acc_hooks.placeholder import without_placeholders
 
 if TYPE_CHECKING:
     from .hook import ModelHook
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 HOOK = "_hf_hook"
 OWN_FORWARD = "_acc_own_forward"
 
-_classes: weakref.WeakValueDictionary[int, type] = weakref.WeakValueDictionary()
+_classes: weakref.WeakValueDictionary[tuple[int, type], type] = weakref.WeakValueDictionary()
 
 
 class Hooked(nn.Module):
@@ -72,7 +73,22 @@ class Hooked(nn.Module):
         base = top.__dict__["_hooked_base"]
         rebuild, arguments, *rest = reduced
         arguments = tuple(base if part is top else part for part in arguments)
-        return (_rebuild_hooked, (base if rebuild is top else rebuild, arguments), *rest)
+        hook = self.__dict__.get(HOOK)
+        if hook is not None and rest and isinstance(rest[0], dict):
+            rest[0] = without_placeholders(rest[0], hook._held_placeholders())
+        return (
+            _rebuild_hooked,
+            (base if rebuild is top else rebuild, arguments, isinstance(self, HookedAndHeld)),
+            *rest,
+        )
+
+    def __copy__(self) -> Any:
+        below = getattr(super(), "__copy__", None)
+        if below is not None:
+            return below()
+        new = type(self).__new__(type(self))
+        new.__setstate__(dict(self.__dict__))
+        return new
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         destination = super().state_dict(*args, **kwargs)
@@ -91,12 +107,35 @@ class Hooked(nn.Module):
             super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
+class HookedAndHeld(Hooked):
+    """What a module whose weights are there only while it runs has besides: its forward hooks find them too."""
+
+    __slots__ = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not (self._forward_pre_hooks or self._forward_hooks):
+            return super().__call__(*args, **kwargs)
+        hook = self.__dict__.get(HOOK)
+        if hook is None:
+            return super().__call__(*args, **kwargs)
+        with hook._around_call(self):
+            return super().__call__(*args, **kwargs)
+
+
 def wrap(module: nn.Module, hook: ModelHook) -> None:
     """Make `module` run `hook` around its forward; a module that is wrapped already only gets the new hook."""
+    is_held = hook._holds_weights()
+    top = type(module).__dict__
     if not is_wrapped(module):
         if "forward" in module.__dict__:
             module.__dict__[OWN_FORWARD] = module.__dict__.pop("forward")
-        _swap_class(module)
+        _swap_class(module, is_held)
+    elif isinstance(module, HookedAndHeld) is not is_held:
+        if "_hooked_base" in top:
+            module.__class__ = top["_hooked_base"]
+            _swap_class(module, is_held)
+        elif len(type(module).__bases__) == 1:
+            _put_below(type(module), is_held)
     module.__dict__[HOOK] = hook
 
 
@@ -138,24 +177,25 @@ def forward_below(module: nn.Module) -> Callable[..., Any]:
     return types.MethodType(base.forward, module)
 
 
-def _swap_class(module: nn.Module) -> None:
+def _swap_class(module: nn.Module, is_held: bool) -> None:
     base: Any = type(module)
     if isinstance(module, torch.fx.GraphModule):  # its class, and the forward on it, are this module's alone
-        _put_below(base)
+        _put_below(base, is_held)
         graph = types.SimpleNamespace(forward=base.forward)
         base.forward = graph.wrapper = functools.update_wrapper(_make_forward(graph), graph.forward)
         base._hooked_graph = graph
     elif torch.nn.utils.parametrize.is_parametrized(module) and len(base.__bases__) == 1:
-        _put_below(base)
+        _put_below(base, is_held)
     else:
-        module.__class__ = _hooked_class(base)
+        module.__class__ = _hooked_class(base, is_held)
         _specialise(module)
 
 
-def _put_below(private_class: type) -> None:
+def _put_below(private_class: type, is_held: bool) -> None:
     (base,) = private_class.__bases__
-    if not issubclass(base, Hooked):
-        private_class.__bases__ = (_hooked_class(base),)
+    if not issubclass(base, _mixin(is_held)) or (issubclass(base, HookedAndHeld) and not is_held):
+        base = base.__dict__.get("_hooked_base", base)
+        private_class.__bases__ = (_hooked_class(base, is_held),)
 
 
 def _specialise(module: nn.Module) -> None:
@@ -163,24 +203,30 @@ def _specialise(module: nn.Module) -> None:
     own = module.__dict__.get(OWN_FORWARD)
     base = type(module).__dict__.get("_hooked_base")
     if own is not None and base is not None:
-        module.__class__ = _new_hooked_class(base, own)
+        module.__class__ = _new_hooked_class(base, own, _mixin(isinstance(module, HookedAndHeld)))
 
 
-def _rebuild_hooked(rebuild: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+def _mixin(is_held: bool) -> type[Hooked]:
+    return HookedAndHeld if is_held else Hooked
+
+
+def _rebuild_hooked(rebuild: Callable[..., Any], arguments: tuple[Any, ...], is_held: bool) -> Any:
     """Unpickle: what `rebuild` made of the base class, with the class swapped again (never pickled itself)."""
     module = rebuild(*arguments)
-    module.__class__ = _hooked_class(type(module))
+    module.__class__ = _hooked_class(type(module), is_held)
     return module
 
 
-def _hooked_class(base: type) -> type:
-    hooked = _classes.get(id(base))  # the value holds the base, so the id is right as long as the entry lives
+def _hooked_class(base: type, is_held: bool) -> type:
+    mixin = _mixin(is_held)
+    key = (id(base), mixin)  # the value holds the base, so the id is right as long as the entry lives
+    hooked = _classes.get(key)
     if hooked is None:
-        hooked = _classes[id(base)] = _new_hooked_class(base, None)
+        hooked = _classes[key] = _new_hooked_class(base, None, mixin)
     return hooked
 
 
-def _new_hooked_class(base: Any, own_forward: Callable[..., Any] | None) -> type:
+def _new_hooked_class(base: Any, own_forward: Callable[..., Any] | None, mixin: type[Hooked]) -> type:
     forward: Any
     if own_forward is None:
         owner = _owner_of_forward(base)
@@ -195,7 +241,7 @@ def _new_hooked_class(base: Any, own_forward: Callable[..., Any] | None) -> type
         "_hooked_base": base,
         "forward": forward,
     }
-    return types.new_class(base.__name__, (Hooked, base), exec_body=lambda namespace: namespace.update(names))
+    return types.new_class(base.__name__, (mixin, base), exec_body=lambda namespace: namespace.update(names))
 
 
 def _owner_of_forward(base: Any) -> Any:

@@ -68,6 +68,13 @@ def move(data: Any, device: torch.device, skip_keys: str | Sequence[str] | None 
     return send_to_device(data, device, skip_keys=skip_keys)
 
 
+def bring_back(output: Any, device: torch.device | None, skip_keys: str | list[str] | None) -> Any:
+    """The output on the device of the input, if that is to be."""
+    if device is None or (type(output) is Tensor and output.device == device):
+        return output
+    return move(output, device, skip_keys)
+
+
 def _move_tensors(
     data: Any, device: torch.device, skip_keys: str | Sequence[str] | None, copies: _Copies
 ) -> Any:

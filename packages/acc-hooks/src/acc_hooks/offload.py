@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from acc_hooks.hook import ModelHook, remove_hook_from_module
+from acc_hooks.inputs import are_on, move
+from acc_hooks.ties import every_tensor
 from acc_ops.devices import DeviceLike, canonical_device
 from acc_ops.world import current_world
-
-from .hook import ModelHook, remove_hook_from_module
-from .inputs import are_on, move
-from .ties import every_tensor
 
 
 class CpuOffload(ModelHook):

@@ -1,7 +1,9 @@
 """The tensors of one module that live in a weights map, and on the module only while they are used.
 
 See resident.py for what a placeholder, a home and a copy are. A tensor that was changed or replaced while it was held is
-written home when it is let go; a read-only home that would lose the change is an error, never silence.
+written home when it is let go; a read-only home that would lose the change is an error, never silence. A tensor that
+somebody put in the placeholder's place (an assignment, `torch.func.functional_call`) is a guest: it is used for the call,
+and stays, the same object, until whoever put it there takes it away.
 """
 
 from __future__ import annotations
@@ -9,35 +11,48 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .prefixed import innermost, is_writable, lacks
-from .resident import Residents
-from .tensors import TiedParams, get_tensor, is_plain, owner_of, place, put_tensor
+from acc_hooks.held import Held, host, see_off
+from acc_hooks.homes import (
+    add_statistics,
+    differs,
+    entry_of,
+    outside_inference_mode,
+    read_home,
+    same_memory,
+    version_of,
+    write_home,
+)
+from acc_hooks.placeholder import (
+    OffloadedWeightError,
+    RefuseGradient,
+    Source,
+    add_source,
+    again,
+    copy_flag,
+    is_placeholder,
+    stand_in,
+    without_class,
+)
+from acc_hooks.prefixed import lacks
+from acc_hooks.resident import Residents
+from acc_hooks.tensors import TiedParams, get_tensor, is_plain, new_like, owner_of, place, put_tensor
 
-
-class OffloadedWeightError(RuntimeError):
-    """A weight that is offloaded was asked for something only a weight that stays can do."""
+_META = torch.device("meta")
 
 
 @dataclass(kw_only=True)
 class _Slot:
     name: str  # below the hooked module
+    full: str  # in the model, for messages and ties
     placeholder: Tensor
     tie: str | None
     original_device: torch.device
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Held:
-    tensor: Tensor
-    version: int | None  # None: inference tensors do not count their changes
-    value: Tensor  # what the weights map gave
-    pointer: int | None  # our entry in tied_params_map, to be dropped again
 
 
 class OffloadedTensors:
@@ -52,15 +67,24 @@ class OffloadedTensors:
         self._path = path  # of the hooked module in the model, for messages and ties
         self._slots: dict[str, _Slot] = {}
         self._device: torch.device | None = None
-        self._held: dict[str, _Held]
+        self._held: dict[str, Held]
         self._holds: int
         self._lock: AbstractContextManager[Any]
         self._forget_holds()
 
+    @outside_inference_mode()
     def take(self, module: nn.Module, names: Collection[str], weights_map: Mapping[str, Tensor]) -> None:
-        """Replace the named tensors by placeholders. ValueError when the map cannot give a tensor that would be lost."""
+        """Replace the named tensors by placeholders.
+
+        ValueError when the map cannot give a tensor that would be lost, and for a tensor that is offloaded already.
+        """
         for name in names:
             tensor = get_tensor(module, name)
+            if is_placeholder(tensor) and not self._residents.is_placeholder(self._full(name), tensor):
+                raise ValueError(
+                    f"{self._full(name)} is offloaded already, by a hook that is there: call "
+                    "remove_hook_from_module(model, recurse=True) first, which brings the weights back"
+                )
             if tensor is not None and tensor.device.type != "meta" and lacks(weights_map, name):
                 raise ValueError(
                     f"{self._full(name)} cannot be offloaded: the weights map has no entry {name!r}; add it to the map"
@@ -74,11 +98,46 @@ class OffloadedTensors:
             self.give_back(module, weights_map, None)
             raise
 
+    def answer_for(self, source: Source) -> None:
+        """Let `source` give and take the values behind the placeholders; also after a copy."""
+        for slot in self._slots.values():
+            add_source(slot.placeholder, source)
+
+    def held_placeholders(self) -> dict[int, Tensor]:
+        """The placeholders of the tensors that are held now, by the tensor's id."""
+        with self._lock:
+            held = [(self._slots[name], held) for name, held in self._held.items() if held.guest is None]
+            return {id(held.tensor): slot.placeholder for slot, held in held}
+
+    @outside_inference_mode()
+    def value_behind(self, placeholder: Tensor, weights_map: Mapping[str, Tensor]) -> Tensor | None:
+        """The real tensor of a placeholder, where it is kept; None for one of somebody else."""
+        slot = self._slot_of(placeholder)
+        if slot is None:
+            return None
+        value = self._value(slot, weights_map)
+        return self._place(slot, value, value.device)
+
+    @outside_inference_mode()
+    def write_behind(self, placeholder: Tensor, value: Tensor, weights_map: Mapping[str, Tensor]) -> bool:
+        """Bring a new value home for a placeholder; False for one of somebody else."""
+        slot = self._slot_of(placeholder)
+        if slot is None:
+            return False
+        with self._lock:
+            if slot.name in self._held:
+                raise OffloadedWeightError(
+                    f"{slot.full} is in use: write to the tensor that the module holds now"
+                )
+            self._store(slot, value, None, weights_map)
+        return True
+
     @property
     def device_in_use(self) -> torch.device | None:
         """Where the tensors are while they are held, else None."""
         return self._device if self._held else None
 
+    @outside_inference_mode()
     def hold(
         self,
         module: nn.Module,
@@ -99,6 +158,7 @@ class OffloadedTensors:
                 self._fetch(module, weights_map, device, tied_params_map)
             self._holds += counted
 
+    @outside_inference_mode()
     def let_go(
         self,
         module: nn.Module,
@@ -113,6 +173,7 @@ class OffloadedTensors:
             if self._holds == 0 and self._held:
                 self._put_back(module, weights_map, tied_params_map, compare)
 
+    @outside_inference_mode()
     def give_back(
         self, module: nn.Module, weights_map: Mapping[str, Tensor], tied_params_map: TiedParams | None
     ) -> None:
@@ -134,17 +195,8 @@ class OffloadedTensors:
             if isinstance(entry, Tensor) and entry.device.type == "meta":
                 value = self._value(slot, weights_map)
                 destination[prefix + slot.name] = place(
-                    slot.placeholder, value, value.device, name=self._full(slot.name)
+                    slot.placeholder, value, value.device, name=slot.full
                 ).detach()
-
-    def store_below(
-        self, state_dict: Mapping[str, Any], prefix: str, weights_map: Mapping[str, Tensor]
-    ) -> None:
-        """Take the values of submodules' tensors from a state dict that torch would copy into placeholders, to no effect."""
-        for slot in self._slots.values():
-            new = state_dict.get(prefix + slot.name) if "." in slot.name else None
-            if isinstance(new, Tensor) and new.shape == slot.placeholder.shape:
-                self._store(slot, new, None, weights_map)
 
     def wants(self, state_dict: Mapping[str, Any], prefix: str) -> bool:
         """Whether a state dict has something for the module's own offloaded tensors."""
@@ -154,16 +206,23 @@ class OffloadedTensors:
         tie = self._residents.tie_of(self._full(name))
 
         def make() -> Tensor:
-            return place(tensor, None, torch.device("meta"), name=self._full(name))
+            plain = place(tensor, None, _META, name=self._full(name))
+            return stand_in(plain, self._full(name), is_below="." in name)
 
         placeholder = make() if tie is None else self._residents.placeholder(tie, make)
         put_tensor(*owner_of(module, name), placeholder)
-        return _Slot(name=name, placeholder=placeholder, tie=tie, original_device=tensor.device)
+        return _Slot(
+            name=name, full=self._full(name), placeholder=placeholder, tie=tie, original_device=tensor.device
+        )
 
     def _restore(self, module: nn.Module, slot: _Slot, weights_map: Mapping[str, Tensor]) -> None:
         device = slot.original_device
-        current = get_tensor(module, slot.name)
-        if device.type == "meta" or current is None or current.device.type != "meta":
+        current = _current(*owner_of(module, slot.name))
+        if current is None or not current.is_meta:
+            return
+        if device.type == "meta":
+            if current is slot.placeholder:  # it was offloaded without a value: nothing to bring back
+                put_tensor(*owner_of(module, slot.name), new_like(current, without_class(current)))
             return
         value = self._value(slot, weights_map)
 
@@ -184,36 +243,34 @@ class OffloadedTensors:
         try:
             for slot in self._slots.values():
                 owner, leaf = owner_of(module, slot.name)
-                current = get_tensor(owner, leaf)
+                current = _current(owner, leaf)
                 if current is None:
                     continue
-                if current is not slot.placeholder:
-                    self._accept(module, slot, current, weights_map)
+                if current is not slot.placeholder and not current.is_meta:
+                    self._held[slot.name] = held = host(current, device)
+                    put_tensor(owner, leaf, held.tensor)
+                    continue
+                if current is not slot.placeholder:  # moved, or converted, to another tensor without values
+                    self._stand_alone(slot, current)
+                    put_tensor(owner, leaf, slot.placeholder)
                 held = self._copy(slot, self._value(slot, weights_map), device, tied_params_map)
                 self._held[slot.name] = held
                 put_tensor(owner, leaf, held.tensor)
-                _add_statistics(held.tensor, slot.name, weights_map, device)
+                add_statistics(held.tensor, slot.name, weights_map, device)
         except BaseException:
             self._put_back(module, weights_map, tied_params_map, compare=False)
             raise
 
-    def _accept(
-        self, module: nn.Module, slot: _Slot, current: Tensor, weights_map: Mapping[str, Tensor]
-    ) -> None:
-        """Somebody put another tensor there while the weight was offloaded: a value goes home, a placeholder is kept."""
-        if not current.is_meta:
-            self._store(slot, current, None, weights_map)
-        self._stand_alone(slot, current)
-        put_tensor(*owner_of(module, slot.name), slot.placeholder)
-
     def _stand_alone(self, slot: _Slot, tensor: Tensor) -> None:
         """The name no longer shares its tie's tensor: it was assigned one of its own."""
         slot.tie = None
-        slot.placeholder = place(tensor, None, torch.device("meta"), name=self._full(slot.name))
+        plain = place(tensor, None, _META, name=slot.full)
+        like = slot.placeholder if is_placeholder(slot.placeholder) else None
+        slot.placeholder = stand_in(plain, slot.full, is_below="." in slot.name, like=like)
 
     def _copy(
         self, slot: _Slot, value: Tensor, device: torch.device, tied_params_map: TiedParams | None
-    ) -> _Held:
+    ) -> Held:
         pointer = None
 
         def make() -> Tensor:
@@ -223,21 +280,16 @@ class OffloadedTensors:
                 shared = tied_params_map.get(value.data_ptr())
             if shared is not None and device in shared:
                 return shared[device]
-            tensor = self._place(slot, value, device)
+            tensor = self._place(slot, value.clone() if value.is_inference() else value, device)
             if tensor.requires_grad:
-                tensor.register_hook(_Refuse(self._full(slot.name)))
+                tensor.register_hook(RefuseGradient(slot.full))
             if shared is not None:
                 shared[device] = tensor
                 pointer = value.data_ptr()
             return tensor
 
         tensor = make() if slot.tie is None else self._residents.acquire(slot.tie, device, make)
-        return _Held(
-            tensor=tensor,
-            version=None if tensor.is_inference() else tensor._version,
-            value=value,
-            pointer=pointer,
-        )
+        return Held(tensor=tensor, version=version_of(tensor), value=value, pointer=pointer)
 
     def _put_back(
         self,
@@ -247,11 +299,15 @@ class OffloadedTensors:
         compare: bool,
     ) -> None:
         held_tensors, self._held = self._held, {}
-        changed: list[tuple[_Slot, Tensor, _Held | None]] = []
+        changed: list[tuple[_Slot, Tensor, Held | None]] = []
         for name, held in held_tensors.items():
             slot = self._slots[name]
             owner, leaf = owner_of(module, name)
-            current = get_tensor(owner, leaf)
+            current = _current(owner, leaf)
+            if held.guest is not None:
+                if current is held.tensor:
+                    put_tensor(owner, leaf, see_off(held, owner.training and leaf in owner._buffers))
+                continue
             if slot.tie is not None and self._device is not None:
                 self._residents.release(slot.tie, self._device)
             if current is held.tensor:
@@ -259,8 +315,7 @@ class OffloadedTensors:
                 look = compare or (owner.training and leaf in owner._buffers)
                 if self._changed(slot, held, weights_map, look):
                     changed.append((slot, current, held))
-                if current.requires_grad != slot.placeholder.requires_grad:
-                    slot.placeholder.requires_grad_(current.requires_grad)
+                copy_flag(slot.placeholder, current.requires_grad)
             elif (
                 current is not None and current is not slot.placeholder
             ):  # replaced: a value of its own from now on
@@ -272,53 +327,48 @@ class OffloadedTensors:
         for slot, tensor, kept in changed:
             self._store(slot, tensor, kept, weights_map)
 
-    def _changed(self, slot: _Slot, held: _Held, weights_map: Mapping[str, Tensor], look: bool) -> bool:
+    def _changed(self, slot: _Slot, held: Held, weights_map: Mapping[str, Tensor], look: bool) -> bool:
         """Whether a tensor was written to; `look` compares it with its home, as writing by `.data` is not counted."""
         if held.version is not None and held.tensor._version != held.version:
             return True
         if not look or held.tensor.is_meta or held.value.is_meta:
             return False
         home = held.value
-        if _same_memory(held.tensor, home):  # a change is in both: ask again
+        if same_memory(held.tensor, home):  # a change is in both: ask again
             home = self._value(slot, weights_map)
-        return not _same_memory(held.tensor, home) and differs(held.tensor, home)
+        return not same_memory(held.tensor, home) and differs(held.tensor, home)
 
     def _store(
-        self, slot: _Slot, tensor: Tensor, held: _Held | None, weights_map: Mapping[str, Tensor]
+        self, slot: _Slot, tensor: Tensor, held: Held | None, weights_map: Mapping[str, Tensor]
     ) -> None:
-        """Bring a changed tensor home."""
+        """Bring a changed tensor home, under every name of its tie."""
         tensor = tensor.detach()
-        device = torch.device("cpu")
-        writable = is_writable(weights_map)
-        if held is not None:
+        full = slot.full
+        write_home(weights_map, slot.name, full, tensor, None if held is None else held.value)
+        if slot.tie is None:
+            return
+        for other in self._residents.names_of(slot.tie):
+            entry = None if other == full else entry_of(weights_map, self._path, other)
+            if entry is None:
+                continue
+            its_map, key = entry
+            kept = read_home(its_map, key, other)
             home = self._value(slot, weights_map)
-            if _same_memory(tensor, home):
-                return  # it never left
-            device = home.device
-            keeps_object = home is held.value and home.dtype == tensor.dtype and home.shape == tensor.shape
-            if keeps_object and writable and not home.is_inference():  # so that the map's own ties stay
-                with torch.no_grad():
-                    home.copy_(tensor)
-                return
-        if not writable:
-            raise OffloadedWeightError(
-                f"{self._full(slot.name)} was changed while it was loaded, but its weights come from a read-only "
-                f"{type(innermost(weights_map)).__name__}: the change would be lost. Change the weights before "
-                "offloading them, or offload to memory"
-            )
-        weights_map[slot.name] = tensor.to(device, copy=True)  # type: ignore[index]
+            if not same_memory(kept, home) and (kept.dtype != home.dtype or differs(kept, home)):
+                write_home(its_map, key, other, home, None)
+        self._residents.refresh(slot.tie, tensor)
 
     def _value(self, slot: _Slot, weights_map: Mapping[str, Tensor]) -> Tensor:
-        try:
-            return weights_map[slot.name]
-        except KeyError:
-            raise OffloadedWeightError(
-                f"{self._full(slot.name)} is offloaded and its weights map ({type(innermost(weights_map)).__name__}) has "
-                f"no entry {slot.name!r}"
-            ) from None
+        return read_home(weights_map, slot.name, slot.full)
+
+    def _slot_of(self, placeholder: Tensor) -> _Slot | None:
+        return next((slot for slot in self._slots.values() if slot.placeholder is placeholder), None)
 
     def _place(self, slot: _Slot, value: Tensor, device: torch.device) -> Tensor:
-        return place(slot.placeholder, value, device, name=self._full(slot.name))
+        if not is_plain(slot.placeholder) or not is_plain(value):
+            return place(slot.placeholder, value, device, name=slot.full)
+        with torch._C.DisableTorchFunctionSubclass():  # a placeholder's metadata is dear otherwise
+            return place(slot.placeholder, value, device, name=slot.full)
 
     def _full(self, name: str) -> str:
         return ".".join(part for part in (self._path, name) if part) or "the module"
@@ -329,53 +379,17 @@ class OffloadedTensors:
         self._lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_held", "_holds", "_lock")}
+        slots = {
+            name: replace(slot, placeholder=again(slot.placeholder)) for name, slot in self._slots.items()
+        }
+        kept = {k: v for k, v in self.__dict__.items() if k not in ("_held", "_holds", "_lock")}
+        return {**kept, "_slots": slots}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._forget_holds()
 
 
-class _Refuse:
-    """Stops a backward pass that would leave a gradient on a copy nobody keeps."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, gradient: Tensor) -> Tensor:  # noqa: ARG002
-        raise OffloadedWeightError(
-            f"{self._name} is offloaded: it cannot be trained, its gradient would be lost with the copy the forward used. "
-            "Call requires_grad_(False) on the weights that are not trained, and keep those that are on their device"
-        )
-
-
-def differs(tensor: Tensor, value: Tensor) -> bool:
-    """Whether two tensors of the same dtype hold different bytes: NaN equals itself, float8 can be compared."""
-    if not is_plain(tensor) or not is_plain(value) or tensor.dtype != value.dtype:
-        return False
-    tensor, value = tensor.detach(), value.detach()
-    return tensor.shape != value.shape or not torch.equal(_bytes(tensor.to(value.device)), _bytes(value))
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _same_memory(tensor: Tensor, other: Tensor) -> bool:
-    if tensor is other:
-        return True
-    if tensor.device != other.device or tensor.is_meta or not (is_plain(tensor) and is_plain(other)):
-        return False
-    return (
-        tensor.data_ptr() == other.data_ptr() and tensor.shape == other.shape and tensor.dtype == other.dtype
-    )
-
-
-def _add_statistics(
-    tensor: Tensor, name: str, weights_map: Mapping[str, Tensor], device: torch.device
-) -> None:
-    """The statistics of an 8-bit weight are kept under its name with SCB for `weight`."""
-    if tensor.dtype == torch.int8 and name.split(".")[-1] == "weight":
-        statistics = name[: -len("weight")] + "SCB"
-        if statistics in weights_map:
-            tensor.SCB = weights_map[statistics].to(device)  # type: ignore[attr-defined]
+def _current(owner: nn.Module, leaf: str) -> Tensor | None:
+    """What the module holds, None if somebody deleted it."""
+    return owner._parameters.get(leaf, owner._buffers.get(leaf))

@@ -17,18 +17,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from acc_hooks.placeholder import again
+
 
 class Residents:
     """The ties of one model, shared by the hooks of one attach call; knows names by their full path."""
 
     def __init__(self, groups: Iterable[Sequence[str]] = ()) -> None:
-        self._tie = {name: names[0] for names in groups for name in names}
+        self._names = {names[0]: list(names) for names in groups}
+        self._tie = {name: tie for tie, names in self._names.items() for name in names}
         self._placeholders: dict[str, Tensor] = {}
         self._forget_copies()
 
     def tie_of(self, name: str) -> str | None:
         """What to ask the other methods with, None for a tensor that is tied to no other."""
         return self._tie.get(name)
+
+    def names_of(self, tie: str) -> list[str]:
+        """Every name of a tie."""
+        return self._names[tie]
+
+    def is_placeholder(self, name: str, tensor: Tensor | None) -> bool:
+        """Whether this is the placeholder of the tie that has this name."""
+        tie = self._tie.get(name)
+        return tie is not None and self._placeholders.get(tie) is tensor
 
     def placeholder(self, tie: str, make: Callable[[], Tensor]) -> Tensor:
         """The one placeholder of a tie."""
@@ -67,6 +79,15 @@ class Residents:
             if entry[0] == 0:
                 del self._copies[tie, device]
 
+    def refresh(self, tie: str, value: Tensor) -> None:
+        """Write a new value to the names of the tie that stay on a device."""
+        with self._lock:
+            residents = [self._resident(*key) for key in self._residents if key[0] == tie]
+        for tensor in residents:
+            if tensor is not None and not tensor.is_meta and tensor.data_ptr() != value.data_ptr():
+                with torch.no_grad():
+                    tensor.copy_(value)
+
     def _resident(self, tie: str, device: torch.device) -> Tensor | None:
         reference = self._residents.get((tie, device))
         tensor = None if reference is None else reference()
@@ -78,7 +99,8 @@ class Residents:
         self._lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_tie": self._tie, "_placeholders": self._placeholders}
+        placeholders = {tie: again(tensor) for tie, tensor in self._placeholders.items()}
+        return {"_names": self._names, "_tie": self._tie, "_placeholders": placeholders}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

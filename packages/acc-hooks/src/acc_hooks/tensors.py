@@ -6,7 +6,7 @@ A parameter class that cannot be rebuilt from its data alone is served by a plac
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from acc_hooks.placeholder import attributes_of, kind_of
 from acc_ops.devices import DEVICE_TABLE, canonical_device, device_count
 from acc_ops.memory import clear_device_cache
 
@@ -92,14 +93,29 @@ def set_module_tensor_to_device(
 def put_tensor(owner: nn.Module, name: str, tensor: Tensor) -> None:
     """Set `owner`'s own parameter or buffer `name` without the checks of attribute assignment."""
     (owner._buffers if name in owner._buffers else owner._parameters)[name] = tensor  # type: ignore[assignment]
-    if isinstance(owner, nn.RNNBase) and not tensor.is_meta:
-        _refresh_flat_weights(owner)
+    if isinstance(owner, nn.RNNBase):
+        _refresh_flat_weights(owner, name, tensor)
 
 
 def get_tensor(module: nn.Module, tensor_name: str) -> Tensor | None:
     """The parameter or buffer `tensor_name` (dotted) of `module`, or None if it is registered as None."""
     owner, name = owner_of(module, tensor_name)
     return owner._buffers[name] if name in owner._buffers else owner._parameters[name]
+
+
+def buffer_names(module: nn.Module, recurse: bool) -> tuple[set[str], set[str]]:
+    """All buffers, and those of them that a state dict holds."""
+    every, lasting = set(), set()
+    owners: Iterable[tuple[str, nn.Module]] = [("", module)]
+    if recurse:
+        owners = module.named_modules(remove_duplicate=False)
+    for path, owner in owners:
+        for name in owner._buffers:
+            full = f"{path}.{name}" if path else name
+            every.add(full)
+            if name not in owner._non_persistent_buffers_set:
+                lasting.add(full)
+    return every, lasting
 
 
 def place(
@@ -136,8 +152,9 @@ def place(
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether this is a tensor or parameter of torch's own class."""
-    return type(tensor) is Tensor or type(tensor) is nn.Parameter
+    """Whether this is a tensor or parameter of torch's own class, or stands for one."""
+    kind = kind_of(tensor)
+    return kind is Tensor or kind is nn.Parameter
 
 
 def new_like(old: Tensor, data: Tensor) -> Tensor:
@@ -145,12 +162,13 @@ def new_like(old: Tensor, data: Tensor) -> Tensor:
     if not isinstance(old, nn.Parameter):
         return data.detach()
     requires_grad = old.requires_grad and _is_float(data)
-    if type(old) is nn.Parameter:
+    kind = kind_of(old)
+    if kind is nn.Parameter:
         new: Tensor = nn.Parameter(data, requires_grad)
     else:
-        new = torch.Tensor._make_subclass(type(old), data.detach(), requires_grad)
+        new = torch.Tensor._make_subclass(kind, data.detach(), requires_grad)
     if old.__dict__:
-        new.__dict__.update(old.__dict__)
+        new.__dict__.update(attributes_of(old))
     return new
 
 
@@ -158,7 +176,7 @@ def _cast(old: Tensor, value: Tensor, dtype: torch.dtype | None) -> torch.Tensor
     """In the wanted dtype; integers and bools keep theirs if one was asked for, packed weights always."""
     if dtype is None:
         dtype = old.dtype
-        is_packed = type(old).__name__ in _BITSANDBYTES
+        is_packed = kind_of(old).__name__ in _BITSANDBYTES
         return value if value.dtype is dtype or (is_packed and not _is_float(value)) else value.to(dtype)
     return value.to(dtype) if _is_float(value) else value
 
@@ -175,16 +193,17 @@ def _place_plain(old: Tensor, value: Tensor, device: torch.device, non_blocking:
 
 def _place_bitsandbytes(placement: TensorPlacement) -> Tensor:
     """bitsandbytes quantises on the way to the accelerator: rebuild on the CPU with all attributes, then move."""
-    kind = type(placement.old)
+    kind = kind_of(placement.old)
     accepted = inspect.signature(kind.__new__).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
-    attributes = {k: v for k, v in vars(placement.old).items() if takes_all or k in accepted}
+    hung_on = attributes_of(placement.old)
+    attributes = {k: v for k, v in hung_on.items() if takes_all or k in accepted}
     data = placement.value.detach()
     if placement.device.type == "meta":
         return new_like(placement.old, data.to("meta"))
     rebuilt: Any = kind
     new = rebuilt(data.to("cpu"), requires_grad=placement.old.requires_grad, **attributes)
-    for name, attribute in vars(placement.old).items():
+    for name, attribute in hung_on.items():
         if name not in accepted:
             setattr(new, name, attribute)
     return new.to(placement.device, non_blocking=placement.non_blocking)
@@ -203,7 +222,7 @@ def _place_whole(placement: TensorPlacement) -> Tensor:
 
 
 def _is_bitsandbytes(placement: TensorPlacement) -> bool:
-    return type(placement.old).__name__ in _BITSANDBYTES
+    return kind_of(placement.old).__name__ in _BITSANDBYTES
 
 
 def _is_wrapper(placement: TensorPlacement) -> bool:
@@ -232,7 +251,7 @@ def _check(old: Tensor, value: Tensor, device: torch.device, name: str) -> None:
         raise ValueError(
             f"{name!r} is on the meta device and has no data: a value is needed to put it on {device}"
         )
-    if value.shape != old.shape and type(old).__name__ != "Params4bit":
+    if value.shape != old.shape and kind_of(old).__name__ != "Params4bit":
         raise ValueError(
             f"{name!r}: the value has the shape {tuple(value.shape)}, the module needs {tuple(old.shape)}; "
             "is it the weight of another model or configuration?"
@@ -258,8 +277,9 @@ def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     return found
 
 
-def _refresh_flat_weights(module: nn.RNNBase) -> None:
-    """Recurrent modules keep a second list of their weights; it must name the current ones."""
-    flat: list[Any] = [getattr(module, name, None) for name in module._flat_weights_names]
-    if all(weight is not None and weight.device.type != "meta" for weight in flat):
+def _refresh_flat_weights(module: nn.RNNBase, name: str, tensor: Tensor) -> None:
+    """Recurrent modules keep a second list of their weights; it must name the current ones, placeholders too."""
+    names, flat = module._flat_weights_names, list(module._flat_weights)
+    if name in names and len(flat) == len(names):
+        flat[names.index(name)] = tensor
         module._flat_weights = flat
