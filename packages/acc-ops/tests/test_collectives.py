@@ -21,6 +21,7 @@ from acc_ops.collectives import (
     barrier,
     broadcast,
     chained_operation,
+    copy_tensor_to_devices,
     gather,
     gather_object,
     pad_across_processes,
@@ -298,7 +299,7 @@ def test_leaves_that_are_no_tensors_are_refused_on_any_number_of_ranks(
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_wrong_arguments_are_named_before_anything_is_sent(size: int) -> None:
+def test_wrong_arguments_are_named(size: int) -> None:
     for call, said in [
         (lambda: reduce(torch.ones(1), "average"), "reduction must be one of mean.*'average'"),
         (lambda: broadcast(torch.ones(1), size), f"from_process must be a rank.*got {size}"),
@@ -326,8 +327,9 @@ def test_small_integers_do_not_wrap_around_in_a_mean() -> None:
 
 
 def test_scale_says_that_it_does_nothing_here() -> None:
-    with pytest.warns(UserWarning, match="scale=0.5.*XLA"):
+    with pytest.warns(UserWarning, match="scale=0.5.*XLA") as caught:
         assert reduce(torch.ones(1), "sum", scale=0.5).item() == 1.0
+    assert caught[0].filename == __file__
 
 
 def test_results_share_no_memory_with_each_other_or_the_input() -> None:
@@ -440,8 +442,11 @@ def test_nested_tensors_pass_through_padding_with_a_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert run_threads(2, call) == [(True, 2)] * 2
-    with pytest.warns(CannotPadNestedTensorWarning):
+    with pytest.warns(CannotPadNestedTensorWarning) as caught:
         pad_across_processes(jagged)
+    assert [warning.filename for warning in caught if warning.category is CannotPadNestedTensorWarning] == [
+        __file__
+    ]
 
 
 def test_a_collective_of_ones_own_is_verified_and_named() -> None:
@@ -474,6 +479,8 @@ def in_a_process() -> list[Any]:
         gather(torch.full((30_000,), rank)).sum().item(),
         broadcast(torch.full((30_000,), rank, dtype=torch.bfloat16), 1).sum().item(),
         gather_object({"rank": rank}),
+        gather(torch.ones(2 - rank, 5)[:, -1]).shape,
+        reduce(torch.full((9_000,), 60_000.0, dtype=torch.float16))[-1].item(),
     ]
     for one, other, _ in ODD_CALLS:
         with pytest.raises(MismatchError) as caught:
@@ -487,4 +494,44 @@ def test_real_processes_answer_and_fail_like_threads() -> None:
     results = run_processes(2, in_a_process)
     assert results == run_threads(2, in_a_process)
     assert results[0] == results[1]
-    assert results[0][5:] == [said for _, _, said in ODD_CALLS]
+    assert results[0][7:] == [said for _, _, said in ODD_CALLS]
+
+
+def test_a_column_of_one_row_travels_like_any_other() -> None:
+    def call() -> list[Any]:
+        rank = current_world().rank
+        logits = torch.arange(10.0).reshape(2, 5)[: 1 if rank == 1 else 2]
+        column = torch.full((1, 5), rank)[:, 2]
+        return [
+            gather(logits[:, -1]).tolist(),
+            gather({"a": column, "b": [column]})["b"][0].tolist(),
+            reduce(column, "sum").tolist(),
+            copy_tensor_to_devices(logits[:, -1] if rank == 1 else None).tolist(),
+            broadcast(column, 1).tolist(),
+        ]
+
+    assert run_threads(2, call) == [[[4.0, 9.0, 4.0], [0, 1], [1], [4.0], [1]]] * 2
+
+
+@pytest.mark.parametrize("count", [1, 9_000])  # inside the header, and apart
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [
+        (60000.0, torch.float16),
+        (1.5 * 2.0**127, torch.float32),
+        (3.3e38, torch.bfloat16),
+        (2**62 + 1, torch.int64),
+        (2.0, torch.float8_e4m3fn),
+        (1 + 2j, torch.complex32),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_the_mean_of_equal_numbers_is_that_number_on_any_number_of_ranks(
+    count: int, value: Any, dtype: torch.dtype
+) -> None:
+    own = torch.tensor([value]).to(dtype).expand(count)
+    alone, *together = [run_threads(size, lambda: reduce(own))[0] for size in (1, 2, 3)]
+    wanted = own.to(torch.get_default_dtype()) if dtype == torch.int64 else own
+    for mean in (alone, *together):
+        assert mean.dtype == wanted.dtype
+        assert mean.tolist() == wanted.tolist()

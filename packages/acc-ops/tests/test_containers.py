@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+import warnings
 from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from acc_ops.containers import container_of
+from acc_ops.precision import convert_to_fp32
 
 Pair = namedtuple("Pair", "left right")
 
@@ -150,3 +152,23 @@ def test_a_type_may_be_registered_after_it_was_seen_as_a_leaf() -> None:
     assert container_of(Late()) is None
     pytree.register_pytree_node(Late, lambda late: ([late.value], None), lambda values, _: Late())
     assert container_of(Late()) is not None
+
+
+def test_a_compiled_function_is_compiled_once_without_a_warning_whatever_types_come_by() -> None:
+    compilations = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        compilations.append(graph)
+        return graph
+
+    compiled = torch.compile(convert_to_fp32, backend=backend)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for i in range(3):
+            container_of(type(f"Other{i}", (), {})())
+            assert (
+                compiled({"x": (torch.ones(1, dtype=torch.float16), 1, "text")})["x"][0].dtype
+                == torch.float32
+            )
+            assert compiled(Pair(torch.ones(1), None)).left.dtype == torch.float32
+    assert len(compilations) <= 2

@@ -168,3 +168,7 @@ def test_asking_does_not_start_cuda() -> None:
     present_kind()
     canonical_device("cuda")
     assert not torch.cuda.is_initialized()
+
+
+def test_the_kind_without_float64_is_known() -> None:
+    assert [row.kind for row in DEVICE_TABLE if not row.float64] == ["mps"]

@@ -8,7 +8,9 @@ import time
 import uuid
 
 import pytest
+import torch
 
+from acc_ops.collectives import MismatchError, gather
 from acc_ops.logging import MultiProcessAdapter, get_logger
 from acc_ops.testing import run_threads
 from acc_ops.world import current_world
@@ -132,5 +134,21 @@ def test_the_level_is_the_loggers_alone(monkeypatch):
 
 
 def test_an_unknown_level_is_refused():
-    with pytest.raises(ValueError, match="LOUD"):
+    with pytest.raises(ValueError, match="log_level='loud' is no log level"):
         get_logger("test.level.e", "loud")
+
+
+def test_an_unknown_level_of_the_environment_names_the_variable(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_LOG_LEVEL", "bogus")
+    with pytest.raises(ValueError, match="ACCELERATE_LOG_LEVEL='bogus' is no log level: use debug, info"):
+        get_logger("test.level.f")
+    monkeypatch.setenv("ACCELERATE_LOG_LEVEL", " Info ")
+    assert get_logger("test.level.g").logger.level == logging.INFO
+
+
+def test_logging_in_order_beside_another_collective_is_an_error_on_every_rank(log):
+    def work():
+        with pytest.raises(MismatchError, match="operation: rank 0 barrier, rank 1 gather"):
+            log.info("x", in_order=True) if current_world().rank == 0 else gather(torch.ones(1))
+
+    run_threads(2, work, timeout_s=10)

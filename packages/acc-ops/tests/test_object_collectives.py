@@ -147,3 +147,12 @@ def test_several_holders_are_summed_and_must_agree() -> None:
             run_threads(size, copy_tensor_to_devices)
         with pytest.raises(TypeError, match="rank 0 gives a int: 3"):
             run_threads(size, lambda: copy_tensor_to_devices(3))  # type: ignore[arg-type]
+
+
+def test_a_tensor_that_cannot_be_copied_is_named_on_every_rank() -> None:
+    def call() -> None:
+        sparse = torch.ones(2).to_sparse()
+        with pytest.raises(TypeError, match="rank 1 gives a Tensor: "):
+            copy_tensor_to_devices(sparse if current_world().rank == 1 else None)
+
+    run_threads(2, call, timeout_s=10)

@@ -8,8 +8,10 @@ import socket
 import time
 
 import pytest
+import torch
 
 from acc_ops import processes
+from acc_ops.collectives import MismatchError, gather
 from acc_ops.logging import get_logger
 from acc_ops.processes import check_os_kernel, get_free_port, is_port_in_use, wait_for_everyone
 from acc_ops.testing import run_threads
@@ -61,3 +63,12 @@ def test_only_old_linux_kernels_are_warned_about(monkeypatch, caplog, system, re
         check_os_kernel()
     assert len(caplog.records) == int(warned)
     assert (release in caplog.text) is warned
+
+
+def test_waiting_beside_another_collective_is_an_error_on_every_rank():
+    def work():
+        with pytest.raises(MismatchError, match="operation: rank 0 barrier, rank 1 gather"):
+            wait_for_everyone() if current_world().rank == 0 else gather(torch.ones(1))
+        wait_for_everyone()
+
+    run_threads(2, work, timeout_s=10)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from acc_ops import tree
+from acc_ops.testing import count_calls
 from acc_ops.tree import (
     TensorInformation,
     concatenate,
@@ -268,17 +268,9 @@ def test_types_are_honoured() -> None:
 
 
 def test_work_grows_with_the_number_of_leaves_only() -> None:
-    def seconds(count: int) -> float:
+    def calls(count: int) -> int:
         data = {str(i): [tensor, i] for i in range(count)}
-        times = []
-        for _ in range(5):
-            start = time.process_time()
-            recursively_apply(lambda t: t, data)
-            times.append(time.process_time() - start)
-        return min(times)
+        return count_calls(lambda: recursively_apply(lambda t: t, data))
 
     tensor = torch.zeros(1)
-    seconds(100)
-    assert seconds(40_000) < 60 * seconds(
-        2_000
-    )  # 20 times the leaves; a quadratic walk takes 400 times as long
+    assert calls(40_000) < 21 * calls(2_000)

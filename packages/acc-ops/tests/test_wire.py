@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from acc_ops.wire import as_bytes, as_typed, check_parts, check_reduction, combine
+from acc_ops.wire import (
+    as_bytes,
+    as_typed,
+    check_parts,
+    check_reduction,
+    combine,
+    mean_of_shares,
+    share_of_mean,
+)
 
 
 @pytest.mark.parametrize(
@@ -17,6 +25,9 @@ from acc_ops.wire import as_bytes, as_typed, check_parts, check_reduction, combi
         torch.empty(0, 4, dtype=torch.float16),
         torch.ones(3).expand(2, 3),
         torch.tensor([1.5], dtype=torch.float8_e5m2),
+        torch.randn(1, 5)[:, 0],
+        torch.randn(0, 5)[:, 0],
+        torch.randn(2, 1, 5).transpose(0, 2)[1:2, :, :1],
     ],
 )
 def test_any_tensor_is_bytes_and_back(tensor: torch.Tensor) -> None:
@@ -51,3 +62,27 @@ def test_parts_are_counted() -> None:
     assert check_parts([1, 2], 2, 0) == [1, 2]
     with pytest.raises(ValueError, match="rank 0 has to give one part for each of the 2 ranks, got 3"):
         check_parts([1, 2, 3], 2, 0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 64])
+def test_the_mean_of_equal_numbers_is_that_number_at_the_edge_of_every_dtype(size: int) -> None:
+    edges = {
+        torch.float16: [65504.0, 6e-8],
+        torch.bfloat16: [3.38e38, 1e-20],
+        torch.float32: [3.4e38, 1e-37],
+        torch.float64: [1.7e308, 1e-300],
+        torch.float8_e4m3fn: [448.0, 2.0],
+        torch.float8_e5m2: [57344.0, -2.0],
+        torch.complex32: [2 - 3j],
+        torch.complex64: [2 - 3j],
+    }
+    for dtype, values in edges.items():
+        own = torch.tensor(values).to(dtype) if dtype != torch.float64 else torch.tensor(values, dtype=dtype)
+        mean = mean_of_shares(combine([share_of_mean(own, size)] * size, "sum"), size, dtype)
+        assert mean.dtype == dtype
+        wide = torch.complex64 if dtype.is_complex else torch.float64
+        torch.testing.assert_close(mean.to(wide), own.to(wide), rtol=1e-6, atol=0.0)
+    for whole in (2**62 + 1, -(2**63), 200):
+        own = torch.tensor([whole])
+        mean = mean_of_shares(combine([share_of_mean(own, size)] * size, "sum"), size, torch.int64)
+        assert mean.tolist() == [torch.tensor(float(whole)).item()]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -151,3 +154,47 @@ def test_several_machines_need_an_address(monkeypatch: pytest.MonkeyPatch, no_la
     with pytest.raises(WorldError, match="set MASTER_ADDR"):
         join_world(cpu=True)
     assert not dist.is_initialized()
+
+
+def test_a_rank_that_has_not_joined_is_told_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    leave_world()
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    try:
+        assert current_world().size == 1
+        current_world()
+        assert [record.message for record in caplog.records].count(
+            "this process was started as rank 1 of 2 and has not joined the others, so it counts as alone until "
+            "join_world() (or an Accelerator) makes them one world"
+        ) == 1
+        leave_world()
+        monkeypatch.setenv("RANK", "7")  # nonsense is for join_world to complain about
+        assert current_world().size == 1
+    finally:
+        leave_world()
+
+
+def test_gloo_is_given_time_to_drop_its_last_tensors_at_exit() -> None:
+    code = """
+import atexit, torch.distributed as dist
+from acc_ops import join_world, world
+paused = []
+world.time = type("Clock", (), {"sleep": paused.append})
+join_world(cpu=True, store=dist.HashStore())
+assert dist.is_initialized() and paused == []
+atexit._run_exitfuncs()
+assert paused == [world._GLOO_PAUSE_S]
+"""
+    ranks = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **ranks}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

@@ -7,7 +7,9 @@ in the same way, and nothing is sent.
 
 from __future__ import annotations
 
+import cmath
 import functools
+import operator
 import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
@@ -15,7 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from acc_ops.exchange import Call, DistributedOperationException, MismatchError, agree, room_bytes
+from acc_ops.exchange import Call, DistributedOperationException, MismatchError, agree, room_bytes, tried
 from acc_ops.object_collectives import (
     broadcast_object_list,
     copy_tensor_to_devices,
@@ -34,9 +36,9 @@ from acc_ops.packing import (
     unpack_joined,
     unpack_ragged,
 )
-from acc_ops.prepared import MayDiffer, Prepared, prepare
+from acc_ops.prepared import Arguments, MayDiffer, Prepared, prepare
 from acc_ops.tree import flatten, unflatten
-from acc_ops.wire import check_reduction, check_root
+from acc_ops.wire import check_reduction, check_root, mean_of_shares, share_of_mean
 from acc_ops.world import World, current_world
 
 __all__ = [
@@ -83,7 +85,7 @@ def gather(tensor: Any, world: World | None = None) -> Any:
         _raise_error(ready)
         joined = unpack_joined(world.comm.all_gather(ready.packed()), ready.layout)
         return unflatten(ready.structure, ready.back_to_devices(joined))
-    agreement = agree(world, ready.call, ready.packed() if ready.call.error is None else None)
+    agreement = agree(world, ready.call, ready.packed)
     rows = agreement.payloads
     if rows is None:  # nothing but empty tensors
         rows = torch.empty(world.size, 0, dtype=torch.uint8, device=ready.device)
@@ -98,26 +100,20 @@ def gather(tensor: Any, world: World | None = None) -> Any:
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0, world: World | None = None) -> Any:
     """New tensors that combine every rank's by `reduction`: mean, sum, max, min, or none (copies of this rank's own).
 
-    Dtypes stay, but the mean of integers and bools is a float, on any number of ranks; the sum of bools is `or`. `scale` only acts on XLA
-    devices. Raises ValueError for another `reduction` before anything is sent, TypeError for other leaves than tensors, and
-    MismatchError.
+    Dtypes stay, but the mean of integers and bools is a float, on any number of ranks; the sum of bools is `or`. A mean does not overflow
+    where its result does not, and smaller dtypes than float32 are rounded once. `scale` only acts on XLA devices. Raises ValueError for
+    another `reduction`, TypeError for other leaves than tensors, and MismatchError.
     """
     world = world or current_world()
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
-    if scale != 1.0:
-        warnings.warn(f"reduce(scale={scale}) only acts on XLA devices, this is {world.device}", stacklevel=2)
-    ready = prepare(f"reduce({reduction!r})", tensor, world)
-    op = "sum" if reduction == "mean" else reduction
+    _, error = tried(lambda: _check_arguments(reduction, scale, world.device))
+    ready = prepare(f"reduce({reduction!r})", tensor, world, error=error)
     if reduction == "none":
         _raise_error(ready)
         return unflatten(ready.structure, [leaf.detach().clone() for leaf in ready.leaves])
-    own = [_wide_for_mean(leaf) if reduction == "mean" else leaf.detach() for leaf in ready.leaves]
-    combined = _combined(world, ready, own, op)
+    combined = _combined(world, ready, reduction)
     if reduction == "mean":
-        combined = [total / world.size for total in combined]
         combined = [
-            total.to(leaf.dtype) if leaf.is_floating_point() else total
+            mean_of_shares(total, world.size, leaf.dtype)
             for total, leaf in zip(combined, ready.leaves, strict=True)
         ]
     return unflatten(ready.structure, combined)
@@ -129,25 +125,22 @@ def broadcast(tensor: Any, from_process: int = 0, world: World | None = None) ->
     Raises ValueError when `from_process` is no rank, TypeError for other leaves than tensors, and MismatchError.
     """
     world = world or current_world()
-    check_root(from_process, world.size, "from_process")
-    ready = prepare("broadcast", tensor, world, root=from_process)
+    _, error = tried(lambda: check_root(from_process, world.size, "from_process"))
+    ready = prepare("broadcast", tensor, world, root=from_process, error=error)
     if world.size == 1 or not world.verify:
         _raise_error(ready)
     if world.size == 1:
         return tensor
     is_root = world.rank == from_process
-    layout = ready.layout
-    sent = ready.packed() if is_root and ready.call.error is None else None
     if world.verify:
-        payloads = agree(world, ready.call, sent).payloads
+        payloads = agree(world, ready.call, ready.packed if is_root else None).payloads
         row = None if payloads is None else payloads[0]
     else:
-        if sent is None:
-            sent = torch.empty(layout.num_bytes, dtype=torch.uint8, device=ready.device)
-        row = world.comm.broadcast(sent, from_process)
+        empty = torch.empty(ready.layout.num_bytes, dtype=torch.uint8, device=ready.device)
+        row = world.comm.broadcast(ready.packed() if is_root else empty, from_process)
     if row is not None and not is_root:
         with torch.no_grad():
-            for leaf, value in zip(ready.leaves, unpack(row, layout), strict=True):
+            for leaf, value in zip(ready.leaves, unpack(row, ready.layout), strict=True):
                 leaf.detach().copy_(value)
     return tensor
 
@@ -165,21 +158,18 @@ def pad_across_processes(
     warning. Raises TypeError for other leaves than tensors, ValueError when a dtype cannot hold `pad_index`, and MismatchError.
     """
     world = world or current_world()
-    originals, structure = flatten(tensor)
-    plain = [_STAND_IN if leaf.is_nested else leaf for leaf in originals]
-    if any(leaf.is_nested for leaf in originals):
-        warnings.warn(
-            "pad_across_processes passes nested tensors on unchanged: they have no single size to pad to",
-            CannotPadNestedTensorWarning,
-            stacklevel=2,
-        )
+    checked, error = tried(
+        lambda: (_ready_to_pad(tensor, pad_index), _padding_texts(dim, pad_index, pad_first))
+    )
+    plain, arguments = checked or (None, ())
     ready = prepare(
         "pad_across_processes",
-        unflatten(structure, plain),
+        plain,
         world,
         may_differ=MayDiffer.SIZES,
         dim=dim,
-        error=_cannot_hold(pad_index, plain),
+        arguments=arguments,
+        error=error,
     )
     if world.size == 1 or not world.verify:
         _raise_error(ready)
@@ -191,6 +181,7 @@ def pad_across_processes(
         _padded(leaf, target, dim, pad_index, pad_first)
         for leaf, target in zip(ready.leaves, targets, strict=True)
     ]
+    originals, structure = flatten(tensor)
     kept = [old if old.is_nested else new for old, new in zip(originals, padded, strict=True)]
     return unflatten(structure, kept)
 
@@ -241,6 +232,7 @@ def chained_operation(function: Callable[P, R]) -> Callable[P, R]:
 
 
 _split_copy: Any = torch.split_with_sizes_copy  # torch's stub says it returns nothing
+_CALLER_OF_COLLECTIVE = 5  # stacklevel of a warning in what the collective gives to tried()
 _STAND_IN = torch.zeros(())  # without dimensions, so nothing pads it
 
 
@@ -266,38 +258,64 @@ def _layout_with_rows(ready: Prepared, sizes: list[int]) -> Layout:
     return layout_of(tuple(metas))
 
 
-def _wide_for_mean(leaf: Tensor) -> Tensor:
-    """Integers and bools are summed as int64, so that neither wraps around."""
-    if leaf.is_floating_point() or leaf.is_complex():
-        return leaf.detach()
-    return leaf.detach().to(torch.int64)
+def _check_arguments(reduction: str, scale: float, device: torch.device) -> None:
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+    if scale != 1.0:
+        warnings.warn(
+            f"reduce(scale={scale}) only acts on XLA devices, this is {device}",
+            stacklevel=_CALLER_OF_COLLECTIVE,
+        )
 
 
-def _combined(world: World, ready: Prepared, leaves: list[Tensor], op: str) -> list[Tensor]:
-    """Each of `leaves` combined over the ranks, as new tensors."""
-    error = ready.call.error or _cannot_reduce(leaves, op)
-    call = ready.call if error is None else Call(name=ready.call.name, error=error)
+def _combined(world: World, ready: Prepared, reduction: str) -> list[Tensor]:
+    """Each leaf combined over the ranks by `reduction`, as new tensors; for the mean the sum of their shares."""
+    op = "sum" if reduction == "mean" else reduction
+    own, error = tried(lambda: _own_parts(ready, reduction, world.size))
+    leaves = own or []
+    layout = layout_of(metas_of(leaves))
+    inline = world.verify and layout.num_bytes <= room_bytes(world.size) and ready.device.type == "cpu"
+    flats: list[_Flat] | None = None
+    if error is None and not inline and world.size > 1:
+        flats, error = tried(lambda: _flattened(leaves))
     if error is not None and (world.size == 1 or not world.verify):
         raise error
     if world.size == 1:
         return [leaf.clone() for leaf in leaves]
-    layout = layout_of(metas_of(leaves))
-    fits = layout.num_bytes <= room_bytes(world.size) and ready.device.type == "cpu"
     if world.verify:
-        payload = pack(leaves, layout, ready.device) if fits and error is None else None
-        rows = agree(world, call, payload).payloads
+        call = ready.call if error is None else ready.call._replace(error=error)
+        rows = agree(
+            world, call, functools.partial(pack, leaves, layout, ready.device) if inline else None
+        ).payloads
         if rows is not None:
             return unpack_combined(rows, layout, op)
-    return _combined_by_dtype(world, leaves, op)
+    return _combined_by_dtype(world, leaves, flats or _flattened(leaves), op)
 
 
-def _combined_by_dtype(world: World, leaves: list[Tensor], op: str) -> list[Tensor]:
+def _own_parts(ready: Prepared, reduction: str, size: int) -> list[Tensor]:
+    """What this rank brings to a reduction."""
+    _raise_error(ready)
+    if reduction == "mean":
+        return [share_of_mean(leaf, size) for leaf in ready.leaves]
+    for leaf in ready.leaves:
+        check_reduction(reduction, leaf.dtype)
+    return [leaf.detach() for leaf in ready.leaves]
+
+
+_Flat = tuple[list[int], Tensor]  # which leaves, and their elements side by side
+
+
+def _flattened(leaves: list[Tensor]) -> list[_Flat]:
+    """The leaves of each dtype and device as one new tensor."""
     groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, leaf in enumerate(leaves):
         groups.setdefault((leaf.dtype, leaf.device), []).append(index)
+    return [(indices, torch.cat([leaves[i].reshape(-1) for i in indices])) for indices in groups.values()]
+
+
+def _combined_by_dtype(world: World, leaves: list[Tensor], flats: list[_Flat], op: str) -> list[Tensor]:
     combined = list(leaves)
-    for indices in groups.values():
-        flat = torch.cat([leaves[i].reshape(-1) for i in indices])
+    for indices, flat in flats:
         world.comm.all_reduce(flat, op)
         sizes = [leaves[i].numel() for i in indices]
         parts = [flat] if len(indices) == 1 else _split_copy(flat, sizes)
@@ -306,27 +324,43 @@ def _combined_by_dtype(world: World, leaves: list[Tensor], op: str) -> list[Tens
     return combined
 
 
-def _cannot_reduce(leaves: list[Tensor], op: str) -> Exception | None:
+def _ready_to_pad(data: Any, pad_index: float) -> Any:
+    """`data` with stand-ins for its nested tensors, which are warned of; ValueError when a dtype cannot hold `pad_index`."""
+    leaves, structure = flatten(data)
+    for dtype in {leaf.dtype for leaf in leaves if not leaf.is_nested}:
+        if not _holds(dtype, pad_index):
+            raise ValueError(f"pad_index={pad_index!r} does not fit into {dtype}")
+    if not any(leaf.is_nested for leaf in leaves):
+        return data
+    warnings.warn(
+        "pad_across_processes passes nested tensors on unchanged: they have no single size to pad to",
+        CannotPadNestedTensorWarning,
+        stacklevel=_CALLER_OF_COLLECTIVE,
+    )
+    return unflatten(structure, [_STAND_IN if leaf.is_nested else leaf for leaf in leaves])
+
+
+def _holds(dtype: torch.dtype, number: float) -> bool:
+    """Whether a tensor of `dtype` can be filled with `number`: rounded to it, but neither wrapped around nor to infinity."""
     try:
-        for dtype in {leaf.dtype for leaf in leaves}:
-            check_reduction(op, dtype)
-    except (ValueError, TypeError) as error:
-        return error
-    return None
+        held = torch.zeros(1, dtype=dtype).new_full((1,), number).item()
+    except (RuntimeError, TypeError, OverflowError):
+        return False
+    if dtype.is_floating_point or dtype.is_complex:
+        return cmath.isfinite(held) or not cmath.isfinite(number)
+    return dtype == torch.bool or held == number
 
 
-def _cannot_hold(pad_index: float, leaves: list[Tensor]) -> Exception | None:
-    for dtype in {leaf.dtype for leaf in leaves}:
-        try:
-            held = torch.full((), pad_index, dtype=dtype).item()
-        except (RuntimeError, TypeError):
-            held = None
-        wraps = (
-            not dtype.is_floating_point and not dtype.is_complex and dtype != torch.bool and held != pad_index
-        )
-        if held is None or wraps:
-            return ValueError(f"pad_index={pad_index!r} does not fit into {dtype}")
-    return None
+def _padding_texts(dim: int, pad_index: Any, pad_first: bool) -> Arguments:
+    """What the ranks have to agree about, in words: the same for a pad_index of 0, 0.0 and tensor(0)."""
+    number = pad_index.item() if hasattr(pad_index, "item") else pad_index
+    if isinstance(number, (bool, float)) and number == number // 1:
+        number = int(number)
+    return (
+        ("dim", repr(operator.index(dim))),
+        ("pad_index", repr(number)),
+        ("pad_first", repr(bool(pad_first))),
+    )
 
 
 def _padded(leaf: Tensor, target: int, dim: int, pad_index: float, pad_first: bool) -> Tensor:

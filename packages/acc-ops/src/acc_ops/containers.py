@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 from collections import UserDict
 from collections.abc import Mapping
 from typing import Any
@@ -130,22 +129,28 @@ def container_of(data: Any) -> Container | None:
 
 LEAF_DATACLASSES: set[type] = set()  # dataclasses of ours that are leaves
 
-_ATOMS = frozenset({int, float, bool, str, bytes, type(None), torch.Tensor, torch.device, torch.dtype})
+# [Note: torch.compile] follows what is here: a tuple, as older tracers know no `in` of a frozenset of types; and no cache, as a
+# compiled function would be compiled again each time the cache grows.
+_ATOMS = (torch.Tensor, int, float, bool, str, bytes, type(None), torch.device, torch.dtype)
+_LIST = _List()
+_MAPPING = _Mapping()
+_PLAIN = Container()
+_NAMED_TUPLE = _NamedTuple()
+_DATACLASS = _Dataclass()
 _REGISTERED = _Registered()
 
 
-@functools.lru_cache(maxsize=1024)
 def _container_for(kind: type) -> Container | None:
     if issubclass(kind, Mapping):
-        return _Mapping()
+        return _MAPPING
     if issubclass(kind, tuple):
-        return _NamedTuple() if hasattr(kind, "_fields") and hasattr(kind, "_make") else Container()
+        return _NAMED_TUPLE if hasattr(kind, "_fields") and hasattr(kind, "_make") else _PLAIN
     if issubclass(kind, list) and kind not in pytree.SUPPORTED_NODES:
-        return _List()
+        return _LIST
     if issubclass(kind, list):
-        return Container() if kind is list else _REGISTERED
+        return _PLAIN if kind is list else _REGISTERED
     if dataclasses.is_dataclass(kind) and kind not in LEAF_DATACLASSES and not issubclass(kind, nn.Module):
-        return _Dataclass()
+        return _DATACLASS
     return None
 
 

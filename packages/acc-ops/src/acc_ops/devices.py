@@ -40,6 +40,7 @@ class DeviceRow:
     autocast_fp16: bool = True
     autocast_bf16: bool = True
     grad_scaler: bool = True  # fp16 losses can be scaled
+    float64: bool = True
     memory: Callable[[Any, int], MemoryInfo] | None = None  # asks (torch module, index)
 
 
@@ -68,6 +69,7 @@ DEVICE_TABLE: tuple[DeviceRow, ...] = (
         distributed_type="NO",
         rng="mps",
         grad_scaler=False,
+        float64=False,
         memory=_mps_memory,
     ),
     DeviceRow(

@@ -4,7 +4,8 @@
 what structure of data, and how many bytes of payload this rank has. The rest of the header is room for that payload: when every rank's
 fits, the call is over. Otherwise one more collective carries it. As every rank sees every header, all of them notice a difference at once,
 all send a description, and all raise the same error; the group can be used afterwards. The header's size depends on nothing
-but the size of the world, so that ranks that disagree about everything else agree about it.
+but the size of the world, so that ranks that disagree about everything else agree about it. A rank that fails while it makes its part ready
+sends its error in the header's place: `tried` keeps what it raised until then.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import struct
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ from torch import Tensor
 from acc_ops.wire import to_bytes
 from acc_ops.world import World
 
+R = TypeVar("R")
 Row = tuple[str, Any, str]  # where, what has to agree there, and how to say it
 
 
@@ -33,8 +36,7 @@ class MismatchError(DistributedOperationException):
     """The ranks called different collectives, or with different data; every rank raises the same one."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Call:
+class Call(NamedTuple):
     """What one rank is about to do, in the form in which the ranks compare it."""
 
     name: str  # "gather", "reduce('sum')"
@@ -47,8 +49,7 @@ class Call:
     error: Exception | None = None  # why this rank cannot take part
 
 
-@dataclass(frozen=True, kw_only=True)
-class Agreement:
+class Agreement(NamedTuple):
     """What the ranks handed in, once they agree."""
 
     payloads: (
@@ -59,12 +60,24 @@ class Agreement:
     sizes: list[bytes] | None  # every rank's `Call.sizes`; None: they did not fit
 
 
-def agree(world: World, call: Call, payload: Tensor | None = None) -> Agreement:
-    """Every rank's `payload` (flat uint8) after the ranks saw that they make the same `call`; with a root only its own.
+def tried(work: Callable[[], R]) -> tuple[R | None, Exception | None]:
+    """What `work` returns, or what it raises: the error of a `Call`, so that nobody waits for a rank that failed before it could speak."""
+    try:
+        return work(), None
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+        return None, error
 
-    Ranks other than the root pass None. Raises MismatchError on every rank when the calls differ, and `call.error` when
-    every rank has the same one. Not for worlds with `verify=False`.
+
+def agree(world: World, call: Call, pack: Callable[[], Tensor] | None = None) -> Agreement:
+    """Every rank's payload, which `pack` makes (flat uint8), after the ranks saw that they make the same `call`; with a root only its own.
+
+    Ranks other than the root pass None. Raises MismatchError on every rank when the calls differ or one cannot pack, and the error of the
+    call when every rank has the same one. Not for worlds with `verify=False`.
     """
+    payload: Tensor | None = None
+    if pack is not None and call.error is None:
+        payload, error = tried(pack)
+        call = call if error is None else call._replace(error=error)
     room = room_bytes(world.size)
     sizes = call.sizes if len(call.sizes) <= room // 2 else b""
     room -= len(sizes)
@@ -103,7 +116,11 @@ def room_bytes(size: int) -> int:
 
 
 def digest_of(*parts: Any) -> bytes:
-    """16 bytes that are the same in every process for the same parts: types, texts, numbers, dtypes, nested tuples of them."""
+    """16 bytes that are the same in every process for the same parts, and only for them.
+
+    Parts are types, texts, numbers, dtypes, enum members, tuples and frozensets of them, and objects compared by value that can be
+    pickled. Raises TypeError for others, such as objects that are equal only to themselves.
+    """
     return hashlib.blake2b("\n".join(_texts(parts)).encode(), digest_size=16).digest()
 
 
@@ -139,33 +156,78 @@ def _carry(world: World, call: Call, payload: Tensor | None, num_bytes: int) -> 
 
 def _explain(world: World, call: Call) -> None:
     """Raise the error all ranks agree on; every rank comes here."""
-    rows: list[Row] = [("operation", call.name, call.name)]
-    if call.error is not None:
-        text = f"cannot take part: {type(call.error).__name__}: {call.error}"
+    rows, failure = tried(lambda: _rows_of(call))
+    if rows is None:  # an error or a key whose own text cannot be made
+        text = f"cannot be described: {type(failure).__name__}"
         rows = [("operation", text, text)]
-    elif call.root >= 0:
-        rows.append(("root", call.root, str(call.root)))
-    described: list[list[Row]] = world.comm.all_gather_object(rows + list(call.describe()))
+    described: list[list[Row]] = world.comm.all_gather_object(rows)
     first = described[0]
     for rank, other in enumerate(described):
         for one, two in zip(first, other, strict=False):
             if one[:2] != two[:2]:
                 where = one[0] if one[0] == two[0] else f"{one[0]} and {two[0]}"
-                raise MismatchError(f"{where}: rank 0 {one[2]}, rank {rank} {two[2]}")
+                raise MismatchError(f"{where}: rank 0 {one[2]}, rank {rank} {two[2]}") from call.error
     if call.error is not None:
         raise call.error
     raise MismatchError(f"{call.name}: the ranks hand in different data: {described}")
 
 
-def _texts(parts: Iterable[Any]) -> Iterable[str]:
+def _rows_of(call: Call) -> list[Row]:
+    if call.error is not None:
+        text = f"cannot take part: {type(call.error).__name__}: {call.error}"
+        return [("operation", text, text)]
+    rows: list[Row] = [("operation", call.name, call.name)]
+    if call.root >= 0:
+        rows.append(("root", call.root, str(call.root)))
+    return rows + list(call.describe())
+
+
+_PLAIN = frozenset({str, bytes, int, float, complex, bool, type(None), torch.dtype})  # their repr says all
+
+
+def _texts(parts: Iterable[Any]) -> Iterator[str]:
+    """Texts that tell parts apart; never the repr of a class that may put an address into it."""
     for part in parts:
-        if isinstance(part, tuple):
-            yield "("
+        if type(part) in _PLAIN:
+            yield repr(part)
+        elif isinstance(part, Enum):
+            yield f"{_full_name(type(part))}.{part.name or part.value}"  # a combined Flag has no name
+        elif isinstance(part, tuple):
+            yield "(" if type(part) is tuple else f"{_full_name(type(part))}("
             yield from _texts(part)
             yield ")"
-        elif isinstance(part, type):
-            yield f"{part.__module__}.{part.__qualname__}"
-        elif isinstance(part, (str, bytes, int, float, torch.dtype)) or part is None:
-            yield repr(part)
-        else:  # its repr may hold an address
-            yield f"a {type(part).__module__}.{type(part).__qualname__}"
+        elif isinstance(part, list):
+            yield from ("[", *_texts(part), "]")
+        elif isinstance(part, (frozenset, set)):  # their order depends on the process
+            yield from ("{", *sorted("\n".join(_texts((item,))) for item in part), "}")
+        elif isinstance(part, dict):
+            yield from ("{", *sorted("\n".join(_texts(item)) for item in part.items()), "}")
+        elif isinstance(part, (type, FunctionType, BuiltinFunctionType)):
+            yield _full_name(part)
+        else:
+            yield from ("<", *_texts((_value_of(part),)), ">")
+
+
+_REMEDY = "use a str, a number, an enum member, or a tuple of them"
+
+
+def _full_name(part: Any) -> str:
+    if part.__qualname__.endswith("<lambda>"):
+        raise TypeError(f"{part!r} has no name by which ranks could compare it; {_REMEDY}")
+    return f"{part.__module__}.{part.__qualname__}"
+
+
+def _value_of(part: Any) -> Any:
+    """What pickle would keep of an object, or the name under which it finds it."""
+    if isinstance(part, Tensor):
+        raise TypeError(
+            f"a tensor ({tuple(part.shape)}) as a key cannot be compared between ranks; {_REMEDY}"
+        )
+    own_eq: Any = type(part).__eq__
+    try:
+        value = part.__reduce_ex__(4)
+    except Exception as error:
+        raise TypeError(f"{part!r:.60} cannot be compared between ranks: {error}; {_REMEDY}") from error
+    if own_eq is object.__eq__ and not isinstance(value, str):
+        raise TypeError(f"{part!r:.60} is equal only to itself, so ranks cannot compare it; {_REMEDY}")
+    return value

@@ -20,6 +20,8 @@ def lazy_exports(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """`__getattr__`, `__dir__` and `__all__` for `package`, whose public `names` map to the submodule that defines each.
 
+    A home that begins with `acc_` is the whole name of a module of another package, whose name is offered here too.
+
     >>> __getattr__, __dir__, __all__ = lazy_exports(__name__, {"gather": "collectives"})
     """
     public = sorted(names)
@@ -28,7 +30,8 @@ def lazy_exports(
         home = names.get(name)
         if home is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"{package}.{home}"), name)
+        module = home if home.startswith("acc_") else f"{package}.{home}"
+        value = getattr(importlib.import_module(module), name)
         setattr(sys.modules[package], name, value)
         return value
 

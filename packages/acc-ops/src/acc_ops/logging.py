@@ -6,6 +6,7 @@ import logging
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
+from acc_ops.collectives import barrier
 from acc_ops.environment import parse_choice_from_env
 from acc_ops.world import current_world
 
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
     _Adapter = logging.LoggerAdapter[logging.Logger]
 else:
     _Adapter = logging.LoggerAdapter
+
+
+_LEVEL_VARIABLE = "ACCELERATE_LOG_LEVEL"
 
 
 class MultiProcessAdapter(_Adapter):
@@ -37,14 +41,14 @@ class MultiProcessAdapter(_Adapter):
                 self.logger.log(level, text, *args, **options)
             return
         for _ in range(world.rank):
-            world.comm.barrier()
+            barrier(world)
         try:
             if speaks:
                 text, options = self.process(msg, kwargs)
                 self.logger.log(level, text, *args, **options)
         finally:  # a handler that raises must not keep the later ranks waiting
             for _ in range(world.rank, world.size):
-                world.comm.barrier()
+                barrier(world)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         """The text with its rank in front, and a `stacklevel` that names the caller's line."""
@@ -65,10 +69,17 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
     """The logger `name` with the rank in front of its lines.
 
     `log_level` (any case; else the variable ACCELERATE_LOG_LEVEL) is set on this logger alone, never on the root; with neither, levels are
-    untouched. ValueError for an unknown level.
+    untouched. ValueError for an unknown level, saying where it came from.
     """
     logger = logging.getLogger(name)
-    level = (log_level or parse_choice_from_env("ACCELERATE_LOG_LEVEL", "")).upper()
+    source = "log_level" if log_level else _LEVEL_VARIABLE
+    given = log_level or parse_choice_from_env(_LEVEL_VARIABLE, "")
+    level = given.strip().upper()
     if level:
-        logger.setLevel(level)
+        try:
+            logger.setLevel(level)
+        except ValueError as error:
+            raise ValueError(
+                f"{source}={given!r} is no log level: use debug, info, warning, error or critical"
+            ) from error
     return MultiProcessAdapter(logger)

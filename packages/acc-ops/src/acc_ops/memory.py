@@ -74,7 +74,7 @@ def find_executable_batch_size(
 ) -> Any:
     """Decorator: run `function(batch_size, ...)` with a smaller batch size each time memory runs out, until it fits.
 
-    The batch size is the function's first parameter, and callers leave it out. The next size is `int(0.9 * size)`, or what
+    The batch size is the function's first parameter (of a method the one after `self` or `cls`), and callers leave it out. The next size is `int(0.9 * size)`, or what
     `reduce_batch_size_fn()` returns. The size that fitted is where later calls start. RuntimeError when no size is left or the reducer does not
     reduce; TypeError when the caller passes a batch size; any error that is not about memory passes through.
     """
@@ -85,7 +85,7 @@ def find_executable_batch_size(
             reduce_batch_size_fn=reduce_batch_size_fn,
         )
     name = getattr(function, "__name__", repr(function))
-    parameter, limit = _batch_parameter(function, name)
+    parameter, before, limit = _batch_parameter(function, name)
     batch_size = starting_batch_size
 
     @functools.wraps(function)
@@ -100,7 +100,7 @@ def find_executable_batch_size(
         shortage: BaseException | None = None
         while batch_size > 0:
             try:
-                return function(batch_size, *args, **kwargs)
+                return function(*args[:before], batch_size, *args[before:], **kwargs)
             except Exception as error:
                 if not should_reduce_batch_size(error):
                     raise
@@ -113,16 +113,18 @@ def find_executable_batch_size(
     return run
 
 
-def _batch_parameter(function: Callable[..., Any], name: str) -> tuple[str, int | None]:
-    """The name of the first parameter, and how many positional arguments would be one too many (None: any number is fine)."""
+def _batch_parameter(function: Callable[..., Any], name: str) -> tuple[str, int, int | None]:
+    """The parameter for the batch size, how many come before it (the `self` or `cls` of a method that is not bound yet), and how many
+    positional arguments would be one too many (None: any number is fine)."""
     parameters = list(inspect.signature(function).parameters.values())
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    if not positional and not takes_any:
-        raise TypeError(
-            f"{name} must take the batch size as its first parameter, and takes no positional one"
-        )
-    return (positional[0].name if positional else ""), (None if takes_any else len(positional))
+    before = 1 if positional and positional[0].name in ("self", "cls") else 0
+    if len(positional) <= before and not takes_any:
+        place = f"its first parameter after {positional[0].name}" if before else "its first parameter"
+        raise TypeError(f"{name} must take the batch size as {place}, and takes no positional one there")
+    parameter = positional[before].name if len(positional) > before else ""
+    return parameter, before, (None if takes_any else len(positional))
 
 
 def _smaller(batch_size: int, reduce_batch_size_fn: Callable[[], int] | None) -> int:
@@ -138,8 +140,17 @@ def _smaller(batch_size: int, reduce_batch_size_fn: Callable[[], int] | None) ->
 
 def _without_frames(error: BaseException) -> BaseException:
     """The error, and those behind it, without the tracebacks that keep the failed attempt's tensors alive."""
-    behind: BaseException | None = error
-    while behind is not None and behind.__traceback__ is not None:
+    waiting: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while waiting:
+        behind = waiting.pop()
+        if behind is None or id(behind) in seen:
+            continue
+        seen.add(id(behind))
         behind.__traceback__ = None
-        behind = behind.__cause__ or behind.__context__
+        waiting += [
+            behind.__cause__,
+            behind.__context__,
+            *getattr(behind, "exceptions", ()),
+        ]  # those of a group
     return error

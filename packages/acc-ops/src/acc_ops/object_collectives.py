@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from acc_ops.containers import LEAF_DATACLASSES
 from acc_ops.exchange import (
     Agreement,
     Call,
@@ -19,6 +17,7 @@ from acc_ops.exchange import (
     agree,
     digest_of,
     room_bytes,
+    tried,
 )
 from acc_ops.packing import layout_of, metas_of, pack, unpack
 from acc_ops.prepared import pickled
@@ -73,18 +72,13 @@ def broadcast_object_list(
     of the same length.
     """
     world = world or current_world()
-    check_root(from_process, world.size, "from_process")
-    given: Any = object_list
-    error: Exception | None = None
-    if not isinstance(given, list):
-        error = TypeError(f"broadcast_object_list overwrites a list, got {given!r:.60}")
+    num, error = tried(lambda: _count(object_list, from_process, world.size))
     if world.size == 1 or not world.verify:
         if error is not None:
             raise error
         if world.size > 1:
             object_list[:] = world.comm.broadcast_object(object_list, from_process)
         return object_list
-    num = len(object_list) if error is None else 0
     received = _object_from(
         world,
         "broadcast_object_list",
@@ -106,15 +100,11 @@ def scatter(parts: Sequence[Any] | None, from_process: int = 0, world: World | N
     every rank.
     """
     world = world or current_world()
-    check_root(from_process, world.size, "from_process")
     if world.size == 1:
+        check_root(from_process, 1, "from_process")
         return check_parts(parts, 1, from_process)[0]
-    sent, rows, error = None, None, None
-    if world.rank == from_process:
-        try:
-            sent, rows = _parts_to_send(check_parts(parts, world.size, from_process), world)
-        except (ValueError, TypeError, RuntimeError) as problem:
-            error = problem
+    made, error = tried(lambda: _parts_to_send(parts, from_process, world))
+    sent, rows = made or (None, None)
     told: _Scattered = _object_from(world, "scatter", sent, from_process, error, [])
     if told.blobs is not None:
         row = from_bytes(told.blobs[world.rank])
@@ -152,11 +142,9 @@ def copy_tensor_to_devices(tensor: Tensor | None = None, world: World | None = N
     Raises on every rank: TypeError for anything else, ValueError when no rank has one, MismatchError when several differ.
     """
     world = world or current_world()
-    shape, dtype, holders = _shared_tensor(tensor, world)
-    if tensor is None:
-        own = torch.zeros(shape, dtype=dtype, device=world.device)
-    else:
-        own = tensor.detach().to(world.device, copy=True).contiguous()
+    copied, error = tried(lambda: _copy_to_share(tensor, world.device))
+    shape, dtype, holders = _shared_tensor(tensor, world, error)
+    own = torch.zeros(shape, dtype=dtype, device=world.device) if copied is None else copied
     if world.size == 1:
         return own
     if len(holders) == 1:
@@ -164,8 +152,7 @@ def copy_tensor_to_devices(tensor: Tensor | None = None, world: World | None = N
     return world.comm.all_reduce(own, "sum")
 
 
-@dataclass(frozen=True)
-class _Slot:
+class _Slot(NamedTuple):
     """Where a scattered tensor goes."""
 
     shape: torch.Size
@@ -173,11 +160,7 @@ class _Slot:
     on_cpu: bool
 
 
-LEAF_DATACLASSES.add(_Slot)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Scattered:
+class _Scattered(NamedTuple):
     """What the root tells every rank before, or with, the bytes of the tensors."""
 
     skeletons: list[Any]  # per rank: the part with slots instead of tensors
@@ -186,7 +169,14 @@ class _Scattered:
     on_cpu: bool
 
 
-def _parts_to_send(parts: Sequence[Any], world: World) -> tuple[_Scattered, list[Tensor]]:
+def _parts_to_send(
+    parts: Sequence[Any] | None, root: int, world: World
+) -> tuple[_Scattered | None, list[Tensor] | None]:
+    """What rank `root` tells every rank, and a row of bytes for each where they are sent apart; nothing on other ranks."""
+    check_root(root, world.size, "from_process")
+    if world.rank != root:
+        return None, None
+    parts = check_parts(parts, world.size, root)
     flat = [flatten(part)[0] for part in parts]
     on_cpu = all(leaf.device.type == "cpu" for leaves in flat for leaf in leaves)
     device = torch.device("cpu") if on_cpu else world.device
@@ -211,11 +201,27 @@ def _is_slot(data: Any) -> bool:
     return isinstance(data, _Slot)
 
 
-def _shared_tensor(tensor: Any, world: World) -> tuple[torch.Size, torch.dtype, list[int]]:
-    """Shape and dtype of the tensor some ranks have, and which ranks."""
-    told: Any = None if tensor is None else f"{type(tensor).__name__}: {tensor!r:.60}"
-    if isinstance(tensor, Tensor):
+def _count(object_list: Any, root: int, size: int) -> int:
+    check_root(root, size, "from_process")
+    if not isinstance(object_list, list):
+        raise TypeError(f"broadcast_object_list overwrites a list, got {object_list!r:.60}")
+    return len(object_list)
+
+
+def _copy_to_share(tensor: Any, device: torch.device) -> Tensor | None:
+    return tensor.detach().to(device, copy=True).contiguous() if isinstance(tensor, Tensor) else None
+
+
+def _shared_tensor(
+    tensor: Any, world: World, error: Exception | None = None
+) -> tuple[torch.Size, torch.dtype, list[int]]:
+    """Shape and dtype of the tensor some ranks have, and which ranks; `error` is why this rank cannot send its own."""
+    told: Any = None
+    if isinstance(tensor, Tensor) and error is None:
         told = (tensor.shape, tensor.dtype)
+    elif tensor is not None:
+        text, _ = tried(lambda: f"{tensor!r:.60}")
+        told = f"{type(tensor).__name__}: {error or text}"
     infos = _all_objects(world, "copy_tensor_to_devices", told) if world.size > 1 else [told]
     holders = [rank for rank, info in enumerate(infos) if info is not None]
     for rank in holders:
@@ -232,8 +238,7 @@ def _shared_tensor(tensor: Any, world: World) -> tuple[torch.Size, torch.dtype, 
 def _all_objects(world: World, name: str, obj: Any) -> list[Any]:
     if not world.verify:
         return world.comm.all_gather_object(obj)
-    payload, error = pickled(obj)
-    agreement = agree(world, Call(name=name, error=error), payload)
+    agreement = agree(world, Call(name=name), lambda: pickled(obj))
     return list(_unpickled(agreement))
 
 
@@ -245,9 +250,6 @@ def _object_from(
         if error is not None:
             raise error
         return world.comm.broadcast_object(obj, root)
-    payload = None
-    if world.rank == root and error is None:
-        payload, error = pickled(obj)
     call = Call(
         name=name,
         root=root,
@@ -255,7 +257,7 @@ def _object_from(
         describe=lambda: rows,
         error=error,
     )
-    return next(_unpickled(agree(world, call, payload)))
+    return next(_unpickled(agree(world, call, (lambda: pickled(obj)) if world.rank == root else None)))
 
 
 def _unpickled(agreement: Agreement) -> Iterator[Any]:

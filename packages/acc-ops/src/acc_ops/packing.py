@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -20,8 +19,7 @@ from acc_ops.wire import as_bytes, combine
 Meta = tuple[torch.dtype, torch.Size]
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """Leaves of one dtype and shape that lie side by side in a row."""
 
     dtype: torch.dtype
@@ -41,8 +39,7 @@ class Block:
         return self.shape[0] if self.shape else 1
 
 
-@dataclass(frozen=True)
-class Section:
+class Section(NamedTuple):
     """The blocks of one dtype, which lie side by side in a row."""
 
     dtype: torch.dtype
@@ -53,8 +50,7 @@ class Section:
     stop: int
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """Where each of some leaves lies in a row of bytes."""
 
     sections: tuple[Section, ...]

@@ -5,19 +5,22 @@ from __future__ import annotations
 import functools
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from acc_ops.containers import container_of
-from acc_ops.exchange import Call, Row, digest_of
+from acc_ops.exchange import Call, Row, digest_of, tried
 from acc_ops.packing import Layout, Meta, layout_of, metas_of, pack, sizes_to_bytes
 from acc_ops.tree import Structure, flatten, leaves_with_paths
 from acc_ops.wire import from_bytes
 from acc_ops.world import World
+
+Arguments = tuple[
+    tuple[str, str], ...
+]  # name and text of what the ranks have to agree about besides the data
 
 
 class MayDiffer(Enum):
@@ -28,8 +31,7 @@ class MayDiffer(Enum):
     SIZES = "sizes"  # every size; the number of dimensions agrees
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prepared:
+class Prepared(NamedTuple):
     """Nested data, ready to travel."""
 
     call: Call
@@ -63,22 +65,43 @@ def prepare(
     root: int = -1,
     may_differ: MayDiffer = MayDiffer.NOTHING,
     dim: int = 0,
+    arguments: Arguments = (),
     error: Exception | None = None,
 ) -> Prepared:
-    """`data` ready for the collective `name`; what makes it unfit is kept as the call's error, for all ranks to see.
+    """`data` ready for the collective `name`; whatever makes it unfit is kept as the call's error, for all ranks to see.
 
-    `dim` is the dimension whose sizes the ranks tell each other with `MayDiffer.SIZES`.
+    `arguments` are compared, too. `dim` is the dimension whose sizes the ranks tell each other with `MayDiffer.SIZES`.
     """
+    ready: Prepared | None = None
+    if error is None:
+        ready, error = tried(lambda: _prepare(name, data, world, root, may_differ, dim, arguments))
+    if ready is not None:
+        return ready
+    call = Call(name=name, root=root, error=error)
+    return Prepared(call=call, leaves=[], structure=Structure(None, None, 0), metas=(), device=world.device)
+
+
+def pickled(obj: Any) -> Tensor:
+    """`obj` as flat uint8."""
+    return from_bytes(pickle.dumps(obj))
+
+
+def _prepare(
+    name: str,
+    data: Any,
+    world: World,
+    root: int,
+    may_differ: MayDiffer,
+    dim: int,
+    arguments: Arguments,
+) -> Prepared:
     leaves, structure = flatten(data)
-    problem = error or _problem(name, structure, leaves)
-    if problem is not None:
-        call = Call(name=name, root=root, error=problem)
-        return Prepared(call=call, leaves=[], structure=structure, metas=(), device=world.device)
+    _check_leaves(name, structure, leaves)
     metas = metas_of(leaves)
     devices = {leaf.device for leaf in leaves}
     kinds = tuple([leaf.device.type for leaf in leaves])
     device = next(iter(devices)) if len(devices) == 1 else world.device
-    digest, exact, sizes = _digests(structure.key, metas, kinds, may_differ, dim)
+    digest, exact, sizes = _digests(structure.key, metas, kinds, may_differ, dim, arguments)
     call = Call(
         name=name,
         root=root,
@@ -86,7 +109,7 @@ def prepare(
         exact=exact,
         sizes=sizes,
         device=device,
-        describe=functools.partial(_describe, data, may_differ),
+        describe=functools.partial(_describe, data, may_differ, arguments),
     )
     return Prepared(
         call=call,
@@ -98,48 +121,54 @@ def prepare(
     )
 
 
-def pickled(obj: Any) -> tuple[Tensor | None, Exception | None]:
-    """`obj` as flat uint8, or what keeps it from travelling."""
-    try:
-        return from_bytes(pickle.dumps(obj)), None
-    except Exception as error:  # noqa: BLE001 - whatever a user's class raises; the other ranks must hear of it
-        return None, error
-
-
-def _problem(name: str, structure: Structure, leaves: list[Tensor]) -> Exception | None:
+def _check_leaves(name: str, structure: Structure, leaves: list[Tensor]) -> None:
     if structure.num_others:
         for path, leaf in leaves_with_paths(structure.template, _root_name(structure.template)):
             if not isinstance(leaf, Tensor):
-                return TypeError(
+                raise TypeError(
                     f"{name} takes tensors in nested containers, but {path} is {_an(type(leaf).__name__)}: {leaf!r:.60}; "
                     "gather_object and broadcast_object_list take other things"
                 )
     for leaf in leaves:
         if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_meta or leaf.is_quantized:
-            what = "on the meta device" if leaf.is_meta else f"{leaf.layout}"
-            return TypeError(f"{name} takes dense tensors with data, got one that is {what}: {leaf.dtype}")
-    return None
+            raise TypeError(
+                f"{name} takes dense tensors with data, got one that is {_oddity(leaf)}: {leaf.dtype}"
+            )
+
+
+def _oddity(leaf: Tensor) -> str:
+    if leaf.is_meta:
+        return "on the meta device"
+    if leaf.is_nested:
+        return "nested"
+    return "quantized" if leaf.is_quantized else f"{leaf.layout}"
 
 
 @functools.lru_cache(maxsize=512)
 def _digests(
-    key: Any, metas: tuple[Meta, ...], kinds: tuple[str, ...], may_differ: MayDiffer, dim: int
+    key: Any,
+    metas: tuple[Meta, ...],
+    kinds: tuple[str, ...],
+    may_differ: MayDiffer,
+    dim: int,
+    arguments: Arguments,
 ) -> tuple[bytes, bytes, bytes]:
     """Digest of what has to agree, digest of the sizes, and the sizes."""
     fixed: tuple[Any, ...]
     if may_differ is MayDiffer.NOTHING:
-        return digest_of(key, metas, kinds), b"", b""
+        return digest_of(key, metas, kinds, arguments), b"", b""
     if may_differ is MayDiffer.ROWS:
         fixed = tuple([(dtype, len(shape), shape[1:]) for dtype, shape in metas])
         sizes = [shape[0] if shape else 1 for _, shape in metas]
     else:
         fixed = tuple([(dtype, len(shape)) for dtype, shape in metas])
         sizes = [shape[dim] if -len(shape) <= dim < len(shape) else 0 for _, shape in metas]
-    return digest_of(key, fixed, kinds, may_differ.value, dim), digest_of(tuple(sizes)), sizes_to_bytes(sizes)
+    agreed = digest_of(key, fixed, kinds, may_differ.value, arguments)
+    return agreed, digest_of(tuple(sizes)), sizes_to_bytes(sizes)
 
 
-def _describe(data: Any, may_differ: MayDiffer) -> list[Row]:
-    rows: list[Row] = []
+def _describe(data: Any, may_differ: MayDiffer, arguments: Arguments) -> list[Row]:
+    rows: list[Row] = [(name, text, text) for name, text in arguments]
     _add_rows(rows, data, _root_name(data), may_differ)
     return rows
 

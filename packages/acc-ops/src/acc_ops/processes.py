@@ -6,8 +6,9 @@ import platform
 import re
 import socket
 
+from acc_ops.collectives import barrier
 from acc_ops.logging import get_logger
-from acc_ops.world import World, current_world
+from acc_ops.world import World
 
 logger = get_logger(__name__)
 
@@ -15,8 +16,8 @@ _DEFAULT_PORT = 29500  # torchrun's
 
 
 def wait_for_everyone(world: World | None = None) -> None:
-    """Return when every rank has called it."""
-    (current_world() if world is None else world).comm.barrier()
+    """Return when every rank has called it; MismatchError on every rank when one of them calls a collective instead."""
+    barrier(world)
 
 
 def get_free_port() -> int:

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 class RanksError(ValueError):
@@ -36,8 +37,7 @@ class Ranks:
             raise RanksError(f"local_size={self.local_size} is more than size={self.size}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Launcher:
+class _Launcher(NamedTuple):
     """The variables of one launcher; the first variable that is set and not negative counts."""
 
     name: str

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import UserDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,8 +85,7 @@ def recursively_apply(
     return _mapper(func, test_type, refuse)(data)
 
 
-@dataclass(frozen=True)
-class Structure:
+class Structure(NamedTuple):
     """Nested data without its tensors: what `unflatten` needs to put others in their place."""
 
     template: Any

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from acc_ops.devices import device_row
+
 REDUCTIONS = ("sum", "max", "min", "product")
 
 
@@ -45,6 +47,10 @@ def check_parts(parts: Sequence[Any] | None, size: int, root: int) -> Sequence[A
 def as_bytes(tensor: Tensor) -> Tensor:
     """The contents of a tensor of any dtype as flat `uint8`; shares memory where the tensor is contiguous."""
     tensor = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if (
+        tensor.stride(0) != 1
+    ):  # of at most one element, which is contiguous whatever its stride; but not to view()
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
     return tensor if tensor.dtype == torch.uint8 else tensor.view(torch.uint8)
 
 
@@ -67,6 +73,24 @@ def combine(tensors: Sequence[Tensor], op: str) -> Tensor:
     for other in wide[1:]:
         total = function(total, other)
     return torch.view_as_complex(total) if dtype.is_complex and op != "product" else total.to(dtype)
+
+
+def share_of_mean(tensor: Tensor, size: int) -> Tensor:
+    """What one of `size` ranks adds to a mean: wide enough that the sum neither overflows nor rounds before the end.
+
+    Halves and float8 are added as float32, integers and bools as float64 (float32 where the device has none), each times a power of
+    two of at most 1 / `size`, which costs no digit of any number above 3e-38 * `size`.
+    """
+    wide = tensor.detach().to(_mean_dtype(tensor))
+    return wide if size == 1 else wide * 2.0 ** -_halvings(size)
+
+
+def mean_of_shares(total: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    """The mean of tensors of `dtype`, given the sum of their shares: of that dtype, for integers and bools of the default one."""
+    mean = total if size == 1 else total / (size * 2.0 ** -_halvings(size))
+    if dtype.is_floating_point or dtype.is_complex:
+        return mean.to(dtype)
+    return mean.to(torch.get_default_dtype())
 
 
 def as_typed(wire: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
@@ -104,6 +128,18 @@ def arithmetic(tensor: Tensor, op: str) -> Tensor:
             return tensor
         return tensor.to(torch.float32)  # bfloat16 on gloo and the float8 kinds: rounded once, at the end
     return tensor.to(_WIDER[tensor.dtype])
+
+
+def _halvings(size: int) -> int:
+    return (size - 1).bit_length()
+
+
+def _mean_dtype(tensor: Tensor) -> torch.dtype:
+    if tensor.is_complex():
+        return torch.complex64 if tensor.dtype == torch.complex32 else tensor.dtype
+    if tensor.is_floating_point():
+        return tensor.dtype if tensor.dtype == torch.float64 else torch.float32
+    return torch.float64 if device_row(tensor.device).float64 else torch.float32
 
 
 def _bool_op(op: str) -> str:

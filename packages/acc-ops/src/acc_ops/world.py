@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,9 +27,10 @@ from acc_ops.devices import (
     present_kind,
     set_device,
 )
-from acc_ops.optional import is_torch_version
-from acc_ops.ranks import Ranks, read_ranks
+from acc_ops.ranks import Ranks, RanksError, read_ranks
 
+logger = logging.getLogger(__name__)
+_GLOO_PAUSE_S = 0.02  # see destroy_group
 DEFAULT_PORT = 29500  # where ranks of one machine meet when the launcher names no port
 
 
@@ -168,12 +171,18 @@ def leave_world() -> None:
 def destroy_group() -> None:
     """Destroy the default process group, when gloo's threads have let go of the last tensors.
 
-    torch 2.6 joins those threads while it holds the interpreter lock that they need to drop a tensor, and then waits for ever
-    (seen about every hundredth time; never with 2.13, and not tried in between). A pause without the lock lets them finish.
+    [Note: gloo's last tensor] A thread of gloo drops the tensors of a collective a moment after the collective has returned, and
+    needs the interpreter lock for it. torch 2.6 joins that thread while it holds the lock, and waits for ever (seen about every
+    hundredth time; never with 2.13, and not tried in between). And a thread that asks for the lock while Python is ending is ended
+    in a way that aborts the process ("terminate called without an active exception", seen in 4 of 60 runs under load with 2.13). A
+    pause without the lock, here and at exit, lets it finish.
     """
-    if is_torch_version("<", "2.13"):
-        time.sleep(0.02)
+    _let_gloo_finish()
     dist.destroy_process_group()
+
+
+def _let_gloo_finish() -> None:
+    time.sleep(_GLOO_PAUSE_S)
 
 
 @contextmanager
@@ -226,8 +235,23 @@ def _derive() -> World:
 def _solo_world() -> World:
     global _solo
     if _solo is None:
+        _warn_if_others_wait()
         _solo = World(device=default_device(), comm=SoloComm())
     return _solo
+
+
+def _warn_if_others_wait() -> None:
+    try:
+        ranks = read_ranks()
+    except RanksError:  # `join_world` raises it, for those who want to join
+        return
+    if ranks.size > 1:
+        logger.warning(
+            "this process was started as rank %d of %d and has not joined the others, so it counts as alone until "
+            "join_world() (or an Accelerator) makes them one world",
+            ranks.rank,
+            ranks.size,
+        )
 
 
 def _rejoin(joined: _Joined, asked: torch.device | None, verify: bool) -> World:
@@ -274,6 +298,7 @@ def _init_group(ranks: Ranks, backend: str, options: dict[str, Any]) -> None:
     if "store" not in options and "init_method" not in options:
         options["init_method"] = _meeting_point(ranks)
     dist.init_process_group(**options)
+    atexit.register(_let_gloo_finish)  # also where a script ends without leave_world
 
 
 def _meeting_point(ranks: Ranks) -> str:

@@ -1,0 +1,170 @@
+"""What makes data unfit on one rank is the same error on all of them, and so is every difference that matters."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from acc_ops import packing
+from acc_ops.collectives import (
+    MismatchError,
+    barrier,
+    broadcast,
+    broadcast_object_list,
+    gather,
+    gather_object,
+    pad_across_processes,
+    reduce,
+    scatter,
+)
+from acc_ops.testing import run_threads
+from acc_ops.world import current_world
+
+
+class Unreadable(dict):  # type: ignore[type-arg]
+    """Data that raises what nobody expects as soon as it is looked at."""
+
+    def __iter__(self) -> Any:
+        raise OSError("gone")
+
+
+FAILING: list[Callable[[], Any]] = [
+    lambda: gather(Unreadable(x=1)),
+    lambda: reduce(Unreadable(x=1)),
+    lambda: broadcast(Unreadable(x=1)),
+    lambda: broadcast(torch.ones(1), 7),
+    lambda: reduce(torch.ones(1), "average"),
+    lambda: reduce(torch.ones(1, dtype=torch.uint64), "sum"),
+    lambda: pad_across_processes(Unreadable(x=1)),
+    lambda: pad_across_processes(torch.ones(1), pad_index=torch.ones(2)),  # type: ignore[arg-type]
+    lambda: pad_across_processes(torch.ones(1), dim="x"),  # type: ignore[arg-type]
+    lambda: gather({object(): torch.ones(1)}),
+    lambda: gather_object([lambda: 1]),
+    lambda: broadcast_object_list([lambda: 1], 1),
+    lambda: broadcast_object_list([1], 7),
+    lambda: scatter([[threading.Lock()], [1]], 1),
+    lambda: scatter([Unreadable(x=1), 1], 1),
+    lambda: scatter([1, 2], 7),
+]
+
+
+@pytest.mark.parametrize("call", FAILING)
+def test_what_fails_on_one_rank_is_an_error_on_every_rank_and_the_ranks_go_on(
+    call: Callable[[], Any],
+) -> None:
+    def one_of_two() -> tuple[str, int]:
+        with pytest.raises(MismatchError) as caught:
+            call() if current_world().rank == 1 else barrier()
+        return str(caught.value), int(gather(torch.ones(1)).sum())
+
+    results = run_threads(2, one_of_two, timeout_s=10)
+    assert results[0] == results[1]
+    assert "rank 0 barrier, rank 1 cannot take part: " in results[0][0]
+    assert results[0][1] == 2
+
+
+def test_an_error_in_putting_the_bytes_together_reaches_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    pack = packing.pack
+
+    def without_memory(leaves: list[Tensor], *rest: Any) -> Tensor:
+        if current_world().rank == 1:
+            raise torch.OutOfMemoryError("no memory")
+        return pack(leaves, *rest)
+
+    monkeypatch.setattr("acc_ops.prepared.pack", without_memory)
+    monkeypatch.setattr("acc_ops.collectives.pack", without_memory)
+    data = torch.ones(3)
+    for call in (lambda: gather(data), lambda: broadcast(data, 1), lambda: reduce(data)):
+
+        def told(call: Callable[[], Any] = call) -> None:
+            with pytest.raises(MismatchError, match="rank 1 cannot take part: OutOfMemoryError: no memory"):
+                call()
+
+        run_threads(2, told, timeout_s=10)
+
+
+class Task(Enum):
+    NER = "ner"
+    QA = "qa"
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (Task.NER, Task.QA),
+        ((Task.NER,), (Task.QA,)),
+        (frozenset({0}), frozenset({1})),
+        (datetime.date(2020, 1, 1), datetime.date(2020, 1, 2)),
+        (torch.device("cpu"), torch.device("cuda:1")),
+        (range(1), range(2)),
+    ],
+)
+def test_keys_in_another_order_are_a_mismatch_whatever_their_type(one: Any, other: Any) -> None:
+    def call() -> str:
+        keys = (one, other) if current_world().rank == 0 else (other, one)
+        with pytest.raises(MismatchError) as caught:
+            reduce({key: torch.tensor(1.0 if key == one else 100.0) for key in keys})
+        return str(caught.value)
+
+    first, second = run_threads(2, call)
+    assert (
+        first == second == f"batch: rank 0 dict with {one!r}, {other!r}, rank 1 dict with {other!r}, {one!r}"
+    )
+    same = {one: torch.ones(1), other: torch.zeros(1)}
+    assert run_threads(2, lambda: [leaf.item() for leaf in reduce(same).values()]) == [[1.0, 0.0]] * 2
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_padding_that_a_dtype_cannot_hold_is_refused_whether_padding_is_needed_or_not(size: int) -> None:
+    lowest = torch.finfo(torch.float32).min
+
+    def call() -> None:
+        with pytest.raises(ValueError, match=r"does not fit into torch\.float16"):
+            pad_across_processes(torch.ones(1 + current_world().rank, dtype=torch.half), pad_index=lowest)
+
+    run_threads(size, call, timeout_s=10)
+    for good in (float("-inf"), float("nan"), torch.tensor(-100.0), 1e-9):
+        run_threads(
+            size, lambda good=good: pad_across_processes(torch.ones(1 + current_world().rank), 0, good)
+        )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (lambda rank: {"dim": rank}, "dim: rank 0 0, rank 1 1"),
+        (lambda rank: {"pad_index": -rank}, "pad_index: rank 0 0, rank 1 -1"),
+        (lambda rank: {"pad_first": rank == 1}, "pad_first: rank 0 False, rank 1 True"),
+    ],
+)
+def test_ranks_that_pad_differently_are_told_how(arguments: Callable[[int], Any], said: str) -> None:
+    def call() -> str:
+        with pytest.raises(MismatchError) as caught:
+            pad_across_processes(torch.ones(2, 2), **arguments(current_world().rank))
+        return str(caught.value)
+
+    assert run_threads(2, call) == [said, said]
+
+
+def test_the_same_padding_may_be_written_as_an_int_a_float_or_a_tensor() -> None:
+    ways: list[Any] = [0, 0.0, torch.tensor(0.0), False]
+    shapes = run_threads(
+        4,
+        lambda: (
+            pad_across_processes(torch.ones(1 + current_world().rank), 0, ways[current_world().rank]).shape
+        ),
+    )
+    assert shapes == [(4,)] * 4
+
+
+def test_a_nested_tensor_is_called_one() -> None:
+    jagged = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+    with pytest.raises(TypeError, match="got one that is nested"):
+        gather(jagged)
