@@ -169,6 +169,22 @@ def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace_period(tmp_path
     assert 1.4 < time.monotonic() - begun < 20
 
 
+def test_after_one_sigterm_to_the_launcher_a_worker_that_goes_on_is_killed_when_the_grace_period_is_over():
+    code = (
+        "import os, signal, sys\n"
+        "from acc_trainer.launch.supervisor import WorkerStart, supervise\n"
+        "text = ('import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); '\n"
+        "        'os.kill(os.getppid(), signal.SIGTERM); time.sleep(600)')\n"
+        "outcome = supervise([WorkerStart(rank=0, command=[sys.executable, '-c', text], environ=os.environ)], grace_s=0.5)\n"
+        "print(outcome.code, outcome.stopped_by.name, outcome.is_news, outcome.describe())\n"
+    )
+    begun = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.stdout.startswith("137 SIGTERM True rank 0 (process "), done.stderr
+    assert "went on after SIGTERM and was killed" in done.stdout
+    assert time.monotonic() - begun < 20
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="fork")
 def test_systems_without_sigtimedwait_and_spawn_in_a_session_supervise_all_the_same(tmp_path):
     code = (

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from acc_ops import devices
+from acc_ops import devices, world
 from acc_ops.comm import SoloComm, TorchComm
 from acc_ops.processes import get_free_port
 from acc_ops.testing import run_threads
@@ -160,6 +160,7 @@ def test_a_rank_that_has_not_joined_is_told_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     leave_world()
+    monkeypatch.setattr(world, "_ever_joined", False)
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     try:

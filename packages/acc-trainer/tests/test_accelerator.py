@@ -18,7 +18,7 @@ from acc_plugins.options.compile import TorchDynamoPlugin
 from acc_plugins.options.dataloader import DataLoaderConfiguration
 from acc_plugins.options.kwargs import AutocastKwargs, GradScalerKwargs, ProfileKwargs
 from acc_plugins.options.project import ProjectConfiguration
-from acc_trainer import Accelerator
+from acc_trainer import Accelerator, CheckpointError
 
 torch.set_num_threads(1)
 
@@ -532,3 +532,26 @@ def test_the_run_is_told_about_through_the_project(tmp_path):
     ]
     accelerator.end_training()
     assert accelerator.is_main_process
+
+
+def test_an_empty_folder_name_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"empty name; '\.' is this folder"):
+        Accelerator().save_model(net(), "")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_cannot_be_written_is_an_error_on_every_rank(tmp_path):
+    (tmp_path / "file").write_text("x")
+
+    def work():
+        accelerator = Accelerator()
+        try:
+            accelerator.save_model(net(), tmp_path / "file")
+        except (NotADirectoryError, CheckpointError) as error:
+            return type(error), str(error)
+
+    first, second = run_threads(2, work, timeout_s=20)
+    assert first[0] is NotADirectoryError
+    assert second[0] is CheckpointError
+    assert "rank 0 failed while saving a model into" in second[1]

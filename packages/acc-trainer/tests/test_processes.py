@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from typing import NamedTuple
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from acc_ops.collectives import MismatchError, gather
 from acc_ops.comm import CommError
 from acc_ops.testing import run_threads
 from acc_trainer.processes import split
@@ -140,3 +142,52 @@ def test_the_context_manager_gives_this_ranks_part():
             return part
 
     assert run_threads(2, ask) == [[1, 2], [3]]
+
+
+class Pair(NamedTuple):
+    x: list[int]
+    y: torch.Tensor
+
+
+def test_a_namedtuple_is_split_field_by_field():
+    part = split(Pair([1, 2, 3], torch.arange(3)), 1, 2, apply_padding=True)
+    assert type(part) is Pair
+    assert (part.x, part.y.tolist()) == ([3, 3], [2, 2])
+    with pytest.raises(ValueError, match=r"'x': 1, 'y': 2"):
+        split(Pair([1], torch.arange(2)), 0, 2)
+
+
+def test_arrays_and_ranges_are_split_by_rows():
+    numpy = pytest.importorskip("numpy")
+    rows = numpy.arange(10).reshape(5, 2)
+    assert [split(rows, rank, 2).tolist() for rank in range(2)] == [rows[:3].tolist(), rows[3:].tolist()]
+    assert split(rows, 1, 2, apply_padding=True).tolist() == [[6, 7], [8, 9], [8, 9]]
+    assert split(rows[:1], 1, 2).shape == (0, 2)
+    assert split({"a": numpy.arange(3), "b": [1, 2, 3]}, 1, 2)["a"].tolist() == [2]
+    assert list(split(range(5), 1, 2)) == [3, 4]
+    assert split(numpy.array(3), 1, 2) == numpy.array(3)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("value", ["xyz", {1, 2, 3}, iter([1, 2, 3])])
+def test_a_dict_with_a_value_that_cannot_be_split_is_refused(size, value):
+    with pytest.raises(ValueError, match=r"'a' holds .*put it into a list"):
+        split({"a": value, "b": [1, 2, 3]}, 0, size)
+
+
+@pytest.mark.parametrize("wait", ["wait_for_everyone", "main_process_first"])
+def test_a_rank_in_another_collective_is_an_error_on_all_and_no_hang(wait):
+    def work():
+        state = PartialState()
+        try:
+            if wait == "wait_for_everyone":
+                gather(torch.ones(1)) if state.is_main_process else state.wait_for_everyone()
+            else:
+                with state.main_process_first():
+                    gather(torch.ones(1))
+        except MismatchError as error:
+            return str(error)
+
+    said = run_threads(2, work, timeout_s=20)
+    assert said[0] == said[1]
+    assert "barrier" in said[0]

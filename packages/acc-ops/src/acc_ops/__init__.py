@@ -69,6 +69,7 @@ _NAMES = {
     "unflatten": "tree",
     "World": "world",
     "WorldError": "world",
+    "bound_world": "world",
     "current_world": "world",
     "join_world": "world",
     "leave_world": "world",

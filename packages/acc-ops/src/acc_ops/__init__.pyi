@@ -220,6 +220,7 @@ from .tree import slice_tensors as slice_tensors
 from .tree import unflatten as unflatten
 from .world import World as World
 from .world import WorldError as WorldError
+from .world import bound_world as bound_world
 from .world import current_world as current_world
 from .world import join_world as join_world
 from .world import leave_world as leave_world

@@ -96,6 +96,7 @@ _bound: ContextVar[World | None] = ContextVar("acc_world", default=None)
 _joined: _Joined | None = None
 _derived: tuple[Any, World] | None = None  # the default process group it was derived from, and the world
 _solo: World | None = None
+_ever_joined = False  # whoever left a world knows that it is alone
 
 
 def current_world() -> World:
@@ -110,6 +111,11 @@ def current_world() -> World:
     if group is not None:
         return _world_of(group)
     return _solo_world()
+
+
+def bound_world() -> World | None:
+    """The world bound in this thread by `use_world`, if there is one; asking joins nothing and warns of nothing."""
+    return _bound.get()
 
 
 def join_world(
@@ -128,7 +134,7 @@ def join_world(
     on the CPU and to gloo for CPU tensors beside the device's own backend elsewhere, `timeout` to torch's. A second call returns the
     joined world. Raises WorldError when it asks for another device, and when the ranks cannot meet.
     """
-    global _joined
+    global _joined, _ever_joined
     asked = None if device is None else canonical_device(device)
     if cpu and asked is not None and asked.type != "cpu":
         raise WorldError(f"cpu=True and device={device!r} contradict each other")
@@ -157,6 +163,7 @@ def join_world(
             verify=verify,
         )
     _joined = _Joined(world=world, group=_default_group(), owns_group=owns_group)
+    _ever_joined = True
     return world
 
 
@@ -241,6 +248,8 @@ def _solo_world() -> World:
 
 
 def _warn_if_others_wait() -> None:
+    if _ever_joined:
+        return
     try:
         ranks = read_ranks()
     except RanksError:  # `join_world` raises it, for those who want to join

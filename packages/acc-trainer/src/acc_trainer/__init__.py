@@ -43,6 +43,19 @@ _NAMES = {
     "register_tracker_class": "tracking.registry",
     "save_state": "checkpoint",
     "skip_first_batches": "data.prepare",
+    # what a training script needs of the packages below
+    "AutocastKwargs": "acc_plugins.options.kwargs",
+    "DataLoaderConfiguration": "acc_plugins.options.dataloader",
+    "DistributedDataParallelKwargs": "acc_plugins.options.kwargs",
+    "GradScalerKwargs": "acc_plugins.options.kwargs",
+    "GradientAccumulationPlugin": "acc_plugins.options.accumulation",
+    "InitProcessGroupKwargs": "acc_plugins.options.kwargs",
+    "ProfileKwargs": "acc_plugins.options.kwargs",
+    "ProjectConfiguration": "acc_plugins.options.project",
+    "TorchDynamoPlugin": "acc_plugins.options.compile",
+    "find_executable_batch_size": "acc_ops.memory",
+    "get_logger": "acc_ops.logging",
+    "set_seed": "acc_ops.random",
 }
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__, _NAMES)

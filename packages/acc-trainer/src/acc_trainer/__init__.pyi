@@ -1,3 +1,16 @@
+from acc_ops.logging import get_logger as get_logger
+from acc_ops.memory import find_executable_batch_size as find_executable_batch_size
+from acc_ops.random import set_seed as set_seed
+from acc_plugins.options.accumulation import GradientAccumulationPlugin as GradientAccumulationPlugin
+from acc_plugins.options.compile import TorchDynamoPlugin as TorchDynamoPlugin
+from acc_plugins.options.dataloader import DataLoaderConfiguration as DataLoaderConfiguration
+from acc_plugins.options.kwargs import AutocastKwargs as AutocastKwargs
+from acc_plugins.options.kwargs import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+from acc_plugins.options.kwargs import GradScalerKwargs as GradScalerKwargs
+from acc_plugins.options.kwargs import InitProcessGroupKwargs as InitProcessGroupKwargs
+from acc_plugins.options.kwargs import ProfileKwargs as ProfileKwargs
+from acc_plugins.options.project import ProjectConfiguration as ProjectConfiguration
+
 from .__about__ import __version__ as __version__
 from .accelerator import Accelerator as Accelerator
 from .checkpoint import CheckpointError as CheckpointError

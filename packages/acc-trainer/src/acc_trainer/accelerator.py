@@ -289,11 +289,18 @@ class Accelerator(Views):
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write the weights for loading elsewhere: model.safetensors, or shards and an index; older ones there are removed."""
-        state = preparing.full_state(self, model)
-        if self.strategy.writes:
-            acc_bigmodel.save_weights(state, save_directory, "model", max_shard_size, safe_serialization)
-        self.wait_for_everyone()
+        """Write the weights for loading elsewhere: model.safetensors, or shards and an index; older ones there are removed.
+
+        `ValueError` for an empty folder name. A failure on the process that writes raises on all: CheckpointError on the others.
+        """
+        from acc_trainer.checkpoint.together import together  # noqa: PLC0415 (a lazy start: loaded when a run saves)
+
+        if not os.fspath(save_directory):
+            raise ValueError("save_model needs a folder to write into, got an empty name; '.' is this folder")
+        with together(self.world, f"saving a model into {os.fspath(save_directory)}"):
+            state = preparing.full_state(self, model)
+            if self.strategy.writes:
+                acc_bigmodel.save_weights(state, save_directory, "model", max_shard_size, safe_serialization)
 
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any

@@ -22,6 +22,9 @@ class Given:
     kinds: list[str | None]
     placed: list[bool]
     results: list[Any] = field(default_factory=list)
+    repeats: dict[int, int] = field(
+        default_factory=dict
+    )  # where an object stands again -> where it stands first
 
     def places(self, kind: str) -> list[int]:
         """Where the objects of one kind stand."""

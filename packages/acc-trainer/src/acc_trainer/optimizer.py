@@ -36,6 +36,10 @@ class AcceleratedOptimizer(Optimizer):
 
     def _bind(self, grad_sync: GradSync, strategy_step: Callable[[Optimizer, Any], StepOutcome]) -> None:
         """Belong to an Accelerator: its counter decides when, its strategy how."""
+        if (
+            self._grad_sync is not None
+        ):  # an earlier Accelerator's, which must not drop these gradients any more
+            self._grad_sync.optimizers.discard(self)
         self._grad_sync = grad_sync
         self._strategy_step = strategy_step
         grad_sync.optimizers.add(self)

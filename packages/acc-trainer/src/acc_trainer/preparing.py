@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from acc_ops.enums import DynamoBackend
 from acc_ops.environment import parse_flag_from_env
-from acc_ops.regions import compile_regions
+from acc_ops.regions import compile_regions, has_compiled_regions, is_compiled_module
 from acc_plugins.options.compile import TorchDynamoPlugin
 from acc_plugins.strategies.placing import place
 from acc_plugins.strategies.strategy import Bundle
@@ -32,20 +34,43 @@ def prepare(
     device_placement: Sequence[bool | None] | None = None,
     evaluation: bool = False,
 ) -> list[Any]:
-    """The prepared objects, in the order given; what was prepared before, and what is none of ours, comes back as it is."""
+    """The prepared objects, in the order given; what is none of ours comes back as it is.
+
+    One object has one wrapper: what was prepared before comes back as it was made then. A wrapper that another Accelerator made, or this
+    one before `free_memory`, belongs to this one from now on: its counter, its strategy, its checkpoints.
+    """
     given = sort_given(objects, device_placement, accelerator.device_placement)
+    _check_scalers(accelerator, given)
     for at in given.places("dataloader"):
         given.results[at] = prepare_loader(accelerator, given.objects[at], given.placed[at])
-    models = [at for at in given.places("model") if not _already(accelerator, given, at)]
-    optimizers = [at for at in given.places("optimizer") if not _wrapped(given, at, AcceleratedOptimizer)]
-    schedulers = [at for at in given.places("scheduler") if not _wrapped(given, at, AcceleratedScheduler)]
-    if not models and not optimizers and not schedulers:
-        return given.results
+    models = _new(given, "model", accelerator._models, accelerator.strategy.unwrap)
+    optimizers = _new(given, "optimizer", accelerator._optimizers, inside)
+    schedulers = _new(given, "scheduler", accelerator._schedulers, inside)
+    if models or optimizers or schedulers:
+        _prepare_new(accelerator, given, models, optimizers, schedulers, evaluation)
+    for at, first in given.repeats.items():
+        given.results[at] = given.results[first]
+    for at in given.places("optimizer"):
+        _bind_optimizer(accelerator, given.results[at])
+    for at in given.places("scheduler"):
+        _bind_scheduler(accelerator, given.results[at])
+    return given.results
+
+
+def _prepare_new(
+    accelerator: Accelerator,
+    given: Given,
+    models: list[int],
+    optimizers: list[int],
+    schedulers: list[int],
+    evaluation: bool,
+) -> None:
+    """What is not on this Accelerator's shelves yet, through its strategy, and onto them."""
     _check_device_maps(accelerator, [given.objects[at] for at in models])
     bundle = Bundle(
         models=[given.objects[at] for at in models],
-        optimizers=[given.objects[at] for at in optimizers],
-        schedulers=[given.objects[at] for at in schedulers],
+        optimizers=[inside(given.objects[at]) for at in optimizers],
+        schedulers=[inside(given.objects[at]) for at in schedulers],
         place=_place_each(accelerator, given, models),
         evaluation=evaluation,
     )
@@ -54,11 +79,12 @@ def prepare(
         given.results[at] = _keep(accelerator._models, _compiled(model, accelerator.dynamo_plugin))
     for at, optimizer in zip(optimizers, made.optimizers, strict=True):
         given.results[at] = _keep(
-            accelerator._optimizers, _optimizer(accelerator, optimizer, given.placed[at])
+            accelerator._optimizers, _optimizer(given.objects[at], optimizer, given.placed[at])
         )
     for at, scheduler in zip(schedulers, made.schedulers, strict=True):
-        given.results[at] = _keep(accelerator._schedulers, _scheduler(accelerator, scheduler))
-    return given.results
+        given.results[at] = _keep(
+            accelerator._schedulers, _scheduler(accelerator, given.objects[at], scheduler)
+        )
 
 
 def prepare_loader(
@@ -67,13 +93,29 @@ def prepare_loader(
     placed: bool,
     slice_fn_for_dispatch: Callable[..., Any] | None = None,
 ) -> Any:
-    """This rank's loader; a prepared one comes back as it is."""
-    if isinstance(loader, DataLoaderAdapter):
-        if all(known is not loader for known in accelerator._dataloaders):
-            accelerator._dataloaders.append(loader)
-        return loader
+    """This rank's loader; a prepared one comes back as it is, and one that was prepared with the same options as it was made then."""
+    made: Any = loader
+    if not isinstance(loader, DataLoaderAdapter):
+        chosen = (accelerator.device, placed, slice_fn_for_dispatch, tuple(accelerator.rng_types))
+        options = (*chosen, replace(accelerator.dataloader_config))
+        made = next((one for one in accelerator._dataloaders if one._made_from(loader, options)), None)
+        if made is None:
+            made = _made_loader(accelerator, loader, placed, slice_fn_for_dispatch)
+            made._origin = weakref.ref(loader), options
+    made._grad_sync = accelerator.grad_sync
+    if all(known is not made for known in accelerator._dataloaders):
+        accelerator._dataloaders.append(made)
+    return made
+
+
+def _made_loader(
+    accelerator: Accelerator,
+    loader: DataLoader[Any],
+    placed: bool,
+    slice_fn_for_dispatch: Callable[..., Any] | None,
+) -> Any:
     options = accelerator.dataloader_config
-    made = prepare_data_loader(
+    return prepare_data_loader(
         loader,
         device=accelerator.device,
         num_processes=accelerator.num_processes,
@@ -90,23 +132,41 @@ def prepare_loader(
         use_stateful_dataloader=options.use_stateful_dataloader,
         torch_device_mesh=accelerator.torch_device_mesh,
     )
-    made._grad_sync = accelerator.grad_sync
-    accelerator._dataloaders.append(made)
-    return made
 
 
-def _already(accelerator: Accelerator, given: Given, at: int) -> bool:
-    """Whether the model was prepared before; then it is its own result, or the wrapper that was made of it."""
-    model = given.objects[at]
-    for known in accelerator._models:
-        if known is model or accelerator.strategy.unwrap(known) is model:
+def _new(given: Given, kind: str, shelf: Sequence[Any], own: Callable[[Any], Any]) -> list[int]:
+    """Where objects stand that are to be made ready; one that is on the shelf is its own result, a second mention waits for the first."""
+    firsts: dict[int, int] = {}
+    for at in given.places(kind):
+        thing = inside(given.objects[at])
+        known = next((one for one in shelf if one is thing or own(one) is thing), None)
+        if known is not None:
             given.results[at] = known
-            return True
-    return False
+        elif id(thing) in firsts:
+            given.repeats[at] = firsts[id(thing)]
+        else:
+            firsts[id(thing)] = at
+    return list(firsts.values())
 
 
-def _wrapped(given: Given, at: int, kind: type) -> bool:
-    return isinstance(given.objects[at], kind)
+def inside(thing: Any) -> Any:
+    """The user's own optimizer or scheduler in a wrapper of ours; anything else is itself."""
+    if isinstance(thing, AcceleratedOptimizer):
+        return thing.optimizer
+    return thing.scheduler if isinstance(thing, AcceleratedScheduler) else thing
+
+
+def _check_scalers(accelerator: Accelerator, given: Given) -> None:
+    """A scaler that was given to a wrapper by hand must not be left out in silence."""
+    for at in given.places("optimizer"):
+        thing = given.objects[at]
+        by_hand = isinstance(thing, AcceleratedOptimizer) and thing.scaler is not None
+        if by_hand and accelerator.precision.scaler is None:
+            raise ValueError(
+                f"{type(inside(thing)).__name__} was wrapped with a gradient scaler, which an Accelerator with "
+                f"mixed_precision={accelerator.mixed_precision!r} does not use: give prepare the optimizer itself, or build the "
+                "Accelerator with mixed_precision='fp16'"
+            )
 
 
 def _check_device_maps(accelerator: Accelerator, models: list[nn.Module]) -> None:
@@ -154,7 +214,7 @@ def _keep(shelf: list[Any], thing: Any) -> Any:
 
 
 def _compiled(model: nn.Module, plugin: TorchDynamoPlugin) -> Any:
-    if plugin.backend is DynamoBackend.NO:
+    if plugin.backend is DynamoBackend.NO or is_compiled_module(model) or has_compiled_regions(model):
         return model
     arguments = plugin.to_kwargs()
     if plugin.use_regional_compilation:
@@ -162,19 +222,38 @@ def _compiled(model: nn.Module, plugin: TorchDynamoPlugin) -> Any:
     return torch.compile(model, **arguments)
 
 
-def _optimizer(accelerator: Accelerator, optimizer: Optimizer, placed: bool) -> AcceleratedOptimizer:
-    made = AcceleratedOptimizer(optimizer, device_placement=placed, scaler=accelerator.precision.scaler)
+def _optimizer(given: Any, optimizer: Optimizer, placed: bool) -> AcceleratedOptimizer:
+    """The wrapper that was given, or a new one, around what the strategy made of the optimizer in it."""
+    if not isinstance(given, AcceleratedOptimizer):
+        return AcceleratedOptimizer(optimizer, device_placement=placed)
+    given.optimizer = optimizer
+    return given
+
+
+def _bind_optimizer(accelerator: Accelerator, made: AcceleratedOptimizer) -> None:
+    """Let this Accelerator decide when and how the optimizer steps."""
+    made.scaler = accelerator.precision.scaler
     made._bind(accelerator.grad_sync, accelerator.strategy.step)
-    return made
 
 
-def _scheduler(accelerator: Accelerator, scheduler: Any) -> AcceleratedScheduler:
-    matching = [one for one in accelerator._optimizers if belongs_to(scheduler, one)]
-    made = AcceleratedScheduler(
-        scheduler,
-        matching or list(accelerator._optimizers),
-        step_with_optimizer=accelerator.step_scheduler_with_optimizer,
-        split_batches=accelerator.split_batches,
-    )
+def _scheduler(accelerator: Accelerator, given: Any, scheduler: Any) -> AcceleratedScheduler:
+    """The wrapper that was given, or a new one, around what the strategy made of the scheduler in it."""
+    if not isinstance(given, AcceleratedScheduler):
+        return AcceleratedScheduler(
+            scheduler,
+            [],
+            step_with_optimizer=accelerator.step_scheduler_with_optimizer,
+            split_batches=accelerator.split_batches,
+        )
+    given.scheduler = scheduler
+    return given
+
+
+def _bind_scheduler(accelerator: Accelerator, made: AcceleratedScheduler) -> None:
+    """Let the schedule follow this Accelerator's counter, and its optimizers: the one it was built on, else those it has, else all."""
+    matching = [one for one in accelerator._optimizers if belongs_to(made, one)]
+    made.optimizers = matching or made.optimizers or list(accelerator._optimizers)
+    if made._grad_sync is not None:  # one built by hand keeps what it was told
+        made.step_with_optimizer = accelerator.step_scheduler_with_optimizer
+        made.split_batches = accelerator.split_batches
     made._bind(accelerator.grad_sync, accelerator.num_processes)
-    return made

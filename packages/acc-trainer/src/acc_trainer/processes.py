@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import builtins
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from acc_ops.collectives import DistributedOperationException, barrier
+from acc_ops.tree import is_namedtuple
 from acc_ops.world import World
 
 
@@ -42,8 +44,8 @@ class Processes:
         return self.world.size > 1
 
     def wait_for_everyone(self) -> None:
-        """Go on when every process got here."""
-        self.world.comm.barrier()
+        """Go on when every process got here. `MismatchError` on every process when one of them is in another collective instead."""
+        barrier(self.world)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """`print`, once per machine."""
@@ -104,11 +106,11 @@ class Processes:
     def split_between_processes(
         self, inputs: list[Any] | tuple[Any, ...] | dict[str, Any] | torch.Tensor, apply_padding: bool = False
     ) -> Iterator[Any]:
-        """This process's part of a list, a tuple, a tensor's rows, a data set, or of every value of a dict.
+        """This process's part of a list, a tuple, the rows of a tensor or an array, a data set, or of every value of a dict or namedtuple.
 
         The first ranks get one more where the length does not divide. `apply_padding` repeats the last item so that every part is as
-        long. The input itself is never changed. Other types are handed out whole. Raises `ValueError` for a dict whose values have
-        different lengths.
+        long. The input itself is never changed. Other types (text, numbers, sets) are handed out whole. Raises `ValueError`, on one
+        process too, for a dict or namedtuple whose values have different lengths or cannot be split.
         """
         yield split(inputs, self.world.rank, self.world.size, apply_padding)
 
@@ -116,33 +118,52 @@ class Processes:
 @contextmanager
 def _goes_first(world: World, first: bool) -> Iterator[None]:
     if not first:
-        world.comm.barrier()
+        barrier(world)
     try:
         yield
-    finally:
+    except (
+        DistributedOperationException
+    ):  # a collective met the others' barrier: they have raised, and wait no longer
+        raise
+    except BaseException:
         if first:
-            world.comm.barrier()
+            barrier(world)
+        raise
+    if first:
+        barrier(world)
 
 
 def split(inputs: Any, rank: int, size: int, apply_padding: bool = False) -> Any:
     """The part of `inputs` that belongs to `rank` of `size`; see `Processes.split_between_processes`."""
-    if size == 1:
-        return inputs
-    if isinstance(inputs, Mapping):
-        _check_lengths(inputs)
-        parts = {key: split(value, rank, size, apply_padding) for key, value in inputs.items()}
-        return parts if type(inputs) is dict else _like(inputs, parts)
-    if _is_dataset(inputs):
-        return inputs.select(_places(len(inputs), rank, size, apply_padding))
-    if not isinstance(inputs, (list, tuple, torch.Tensor)) or (
-        isinstance(inputs, torch.Tensor) and inputs.dim() == 0
-    ):
+    if isinstance(inputs, Mapping) or is_namedtuple(inputs):
+        values = inputs if isinstance(inputs, Mapping) else inputs._asdict()
+        _check_values(values)
+        parts = {key: split(value, rank, size, apply_padding) for key, value in values.items()}
+        return inputs if size == 1 else _like(inputs, parts)
+    if size == 1 or not _has_rows(inputs):
         return inputs
     places = _places(len(inputs), rank, size, apply_padding)
+    if _is_dataset(inputs):
+        return inputs.select(places)
     if isinstance(inputs, torch.Tensor):
         return inputs[torch.tensor(places, dtype=torch.long, device=inputs.device)]
-    part = [inputs[place] for place in places]
-    return tuple(part) if isinstance(inputs, tuple) else part
+    if isinstance(inputs, Sequence):
+        part = [inputs[place] for place in places]
+        return tuple(part) if isinstance(inputs, tuple) else part
+    rows = getattr(inputs, "iloc", inputs)  # pandas means columns without it
+    repeated = len(places) > len(set(places))
+    return rows[places] if repeated else rows[slice(places[0], places[-1] + 1) if places else slice(0, 0)]
+
+
+def _has_rows(inputs: Any) -> bool:
+    """Whether it is a list, a tuple, a range, a data set, or an array: something with a length, of which a slice is a part."""
+    if isinstance(inputs, (str, bytes, bytearray)) or not hasattr(inputs, "__getitem__"):
+        return False
+    try:
+        len(inputs)
+    except TypeError:  # a tensor or an array without dimensions
+        return False
+    return isinstance(inputs, (Sequence, torch.Tensor)) or hasattr(inputs, "__array__") or _is_dataset(inputs)
 
 
 def _places(length: int, rank: int, size: int, apply_padding: bool) -> list[int]:
@@ -156,23 +177,28 @@ def _places(length: int, rank: int, size: int, apply_padding: bool) -> list[int]
     return places
 
 
-def _check_lengths(inputs: Mapping[Any, Any]) -> None:
+def _check_values(values: Mapping[Any, Any]) -> None:
+    """Every value can be split, and all have as many rows."""
     lengths = {}
-    for key, value in inputs.items():
-        if isinstance(value, Mapping):
+    for key, value in values.items():
+        if isinstance(value, Mapping) or is_namedtuple(value):
             continue  # checked when it is split itself
-        try:
-            lengths[key] = len(value)
-        except TypeError:
+        if not _has_rows(value):
             raise ValueError(
-                f"every value of a dict to be split needs a length, but {key!r} holds {value!r}"
-            ) from None
+                f"every value of a dict to be split must be a list, a tuple, a tensor or an array, but {key!r} holds {value!r:.80}: put "
+                "it into a list, or leave it out of the dict"
+            )
+        lengths[key] = len(value)
     if len(set(lengths.values())) > 1:
         raise ValueError(f"all values of a dict to be split must have the same length, got {lengths}")
 
 
-def _like(original: Mapping[Any, Any], parts: dict[Any, Any]) -> Any:
-    """`parts` in a mapping of the same kind, where that can be made from a dict."""
+def _like(original: Any, parts: dict[Any, Any]) -> Any:
+    """`parts` in a mapping or namedtuple of the same kind, where that can be made from a dict."""
+    if not isinstance(original, Mapping):
+        return type(original)(**parts)
+    if type(original) is dict:
+        return parts
     try:
         return type(original)(parts)  # type: ignore[call-arg]
     except TypeError:

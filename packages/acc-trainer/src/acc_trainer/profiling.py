@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from acc_ops.collectives import barrier
 from acc_ops.world import World
 from acc_plugins.options.kwargs import ProfileKwargs
 
@@ -23,4 +24,4 @@ def profiled(handler: ProfileKwargs, world: World) -> Iterator[Any]:
         folder.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(folder / f"profile_{world.rank}.json"))
     finally:
-        world.comm.barrier()
+        barrier(world)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from acc_ops.devices import device_row, is_present
 from acc_ops.enums import DynamoBackend, LoggerType, RNGType
 from acc_ops.environment import get_int_from_env
 from acc_ops.handlers import KwargsHandler
@@ -77,6 +78,10 @@ def sort_handlers(handlers: Sequence[KwargsHandler] | None) -> Handlers:
     Raises `TypeError` for what is no handler, `ValueError` for two of a kind and for a kind that nothing uses yet.
     """
     made = Handlers()
+    if isinstance(handlers, KwargsHandler):
+        raise TypeError(
+            f"kwargs_handlers takes a list, got one handler: write kwargs_handlers=[{handlers!r}]"
+        )
     for handler in handlers or ():
         if not isinstance(handler, KwargsHandler):
             raise TypeError(f"kwargs_handlers takes KwargsHandler objects, got {handler!r}")
@@ -140,6 +145,30 @@ def dynamo_of(backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | N
     return TorchDynamoPlugin(backend=DynamoBackend(str(backend).upper()) if backend is not None else None)
 
 
+def rng_types_of(rng_types: Sequence[str | RNGType] | None) -> list[str | RNGType]:
+    """The random generators that a loader synchronises; only the loader's own unless given.
+
+    Raises `TypeError` for what is no list, `ValueError` for an unknown generator and for one of a device that this machine has not got:
+    on one rank too, where nothing is synchronised.
+    """
+    if rng_types is None:
+        return ["generator"]
+    if isinstance(rng_types, (str, RNGType)) or not isinstance(rng_types, Iterable):
+        raise TypeError(
+            f'rng_types takes a list of generators, such as ["torch", "generator"], got {rng_types!r}'
+        )
+    made = list(rng_types)
+    for one in made:
+        name = str(getattr(one, "value", one))
+        if name not in RNGType.list():
+            raise ValueError(f"rng_types knows {', '.join(RNGType.list())}, got {one!r}")
+        if name not in ("torch", "generator") and not is_present(device_row(name)):
+            raise ValueError(
+                f"rng_types asks for the generator of {name!r}, but this machine has no such device: leave it out"
+            )
+    return made
+
+
 def as_list(value: Any) -> list[Any]:
     """None, one thing, or several, as a list."""
     if value is None:
@@ -160,6 +189,7 @@ def set_up(
     log_with: str | LoggerType | Any,
 ) -> Setup:
     """Join the world and choose precision and strategy; the options were checked before, so a bad one joins nothing."""
+    shared_generators = rng_types_of(rng_types)
     init = handlers.init.to_kwargs() if handlers.init is not None else {}
     first = not is_initialized()
     state = AcceleratorState(
@@ -187,6 +217,6 @@ def set_up(
         dataloader=dataloader,
         dynamo=dynamo,
         handlers=handlers,
-        rng_types=["generator"] if rng_types is None else list(rng_types),
+        rng_types=shared_generators,
         log_with=as_list(log_with),
     )

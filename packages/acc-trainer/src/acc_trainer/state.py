@@ -15,7 +15,7 @@ from acc_ops.comm import ThreadComm
 from acc_ops.devices import default_device, device_row, set_device
 from acc_ops.enums import DistributedType, PrecisionType
 from acc_ops.environment import parse_choice_from_env, parse_flag_from_env
-from acc_ops.world import World, current_world, join_world, leave_world
+from acc_ops.world import World, bound_world, join_world, leave_world
 from acc_plugins.options.accumulation import GradientAccumulationPlugin
 from acc_trainer.grad_sync import GradSync
 from acc_trainer.processes import Processes
@@ -29,8 +29,10 @@ class SharedState:
         self._threads: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 
     def __get__(self, instance: Any, owner: type) -> dict[str, Any]:
-        comm = current_world().comm
-        return self._threads.setdefault(comm, {}) if isinstance(comm, ThreadComm) else self._process
+        bound = bound_world()
+        if bound is not None and isinstance(bound.comm, ThreadComm):
+            return self._threads.setdefault(bound.comm, {})
+        return self._process
 
 
 class PartialState(Processes):
@@ -47,8 +49,8 @@ class PartialState(Processes):
         if self.initialized:
             return
         cpu = cpu or parse_flag_from_env("ACCELERATE_USE_CPU")
-        world = current_world()
-        if not isinstance(world.comm, ThreadComm):
+        world = bound_world()
+        if world is None or not isinstance(world.comm, ThreadComm):
             world = join_world(cpu=cpu, **{k: v for k, v in kwargs.items() if v is not None})
         self.__dict__.update(_facts(world, cpu))
 

@@ -58,6 +58,47 @@ def test_files_that_no_checkpoint_wrote_stay_the_users(tmp_path, way):
     assert "notes.txt" not in check_whole(target).files
 
 
+def test_folders_keep_their_modes_and_pipes_and_links_stay(tmp_path, way):
+    target = tmp_path / "run"
+    (target / "private" / "deep").mkdir(parents=True)
+    (target / "empty").mkdir()
+    for folder in ("private", "private/deep", "empty"):
+        (target / folder).chmod(0o700)
+    (target / "private" / "deep" / "notes").write_text("mine")
+    (target / "private" / "link").symlink_to("deep/notes")
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(target / "pipe")
+    _save(target, "one")
+    for folder in ("private", "private/deep", "empty"):
+        assert (target / folder).stat().st_mode & 0o777 == 0o700, folder
+    assert (target / "private" / "link").is_symlink()
+    assert (target / "private" / "link").read_text() == "mine"
+    assert not hasattr(os, "mkfifo") or (target / "pipe").is_fifo()
+
+
+def test_where_files_cannot_have_two_names_they_are_copied_and_the_rest_is_moved(tmp_path, way, monkeypatch):
+    def no_links(*args, **kwargs):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", no_links)
+    target = tmp_path / "run"
+    target.mkdir()
+    (target / "notes").write_text("mine")
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(target / "pipe")
+    _save(target, "one")
+    assert (target / "notes").read_text() == "mine"
+    assert not hasattr(os, "mkfifo") or (target / "pipe").is_fifo()
+
+
+def test_of_a_link_only_the_link_is_removed(tmp_path):
+    _save(tmp_path / "elsewhere", "one")
+    (tmp_path / "checkpoint_0").symlink_to("elsewhere")
+    commit.remove(tmp_path / "checkpoint_0")
+    assert os.listdir(tmp_path) == ["elsewhere"]
+    assert is_whole(tmp_path / "elsewhere")
+
+
 def test_files_of_the_last_save_go_when_the_next_does_not_write_them(tmp_path, way):
     target = tmp_path / "run"
     staging, _ = _stage(target, "one")

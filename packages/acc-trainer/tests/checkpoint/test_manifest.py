@@ -9,8 +9,10 @@ import pytest
 from acc_trainer.checkpoint.layout import CheckpointError
 from acc_trainer.checkpoint.manifest import (
     Manifest,
+    check_bytes,
     check_whole,
     files_of,
+    is_foreign,
     is_whole,
     newest_whole,
     read_manifest,
@@ -55,6 +57,65 @@ def test_a_manifest_that_is_none_is_not_whole(tmp_path, text):
     folder = _whole(tmp_path / "c")
     (folder / "manifest.json").write_text(text)
     assert not is_whole(folder)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        *({"format": True}, {"format": 0}, {"files": None}, {"files": []}, {"files": {"a.bin": {}}}),
+        *(
+            {"files": {"a.bin": 5}},
+            {"files": {"a.bin": {"bytes": 5}}},
+            {"files": {"a\0b": {"bytes": 1, "crc32": 0}}},
+        ),
+        *(
+            {"objects": None},
+            {"objects": {"models": [{}]}},
+            {"objects": [1]},
+            {"world_size": "x"},
+            {"step": "x"},
+        ),
+        *({"epoch": [1]}, {"iteration": 1.5}, {"saved_at": "now"}, {"versions": 3}),
+    ],
+)
+def test_an_edited_manifest_is_not_whole_and_the_newest_other_one_is_taken(tmp_path, edit):
+    _whole(tmp_path / "checkpoint_1")
+    path = _whole(tmp_path / "checkpoint_2") / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **edit}))
+    with pytest.raises(CheckpointError, match="is not whole"):
+        check_whole(tmp_path / "checkpoint_2")
+    assert not is_whole(tmp_path / "checkpoint_2")
+    assert newest_whole(tmp_path).name == "checkpoint_1"
+
+
+@pytest.mark.parametrize(
+    ("text", "foreign"),
+    [
+        *(('{"name": "app"}', True), ("[]", True), ("# notes", True), (None, False), ("", False)),
+        *(
+            (Manifest().to_text(), False),
+            (Manifest().to_text()[:40], False),
+            ('{"format": 1, "files": []}', True),
+        ),
+    ],
+)
+def test_a_manifest_of_somebody_elses_is_told_from_ours_whole_or_half(tmp_path, text, foreign):
+    if text is not None:
+        (tmp_path / "manifest.json").write_text(text)
+    assert is_foreign(tmp_path) is foreign
+
+
+def test_several_processes_share_the_reading_and_every_file_is_read_once(tmp_path, monkeypatch):
+    from acc_trainer.checkpoint import manifest as module
+
+    folder = _whole(tmp_path / "c")
+    found = read_manifest(folder)
+    seen = []
+    original = module.checksum
+    monkeypatch.setattr(module, "checksum", lambda path: seen.append(path.name) or original(path))
+    for part in range(3):
+        check_bytes(folder, found, part, 3)
+    assert sorted(seen) == ["a.bin", "b.bin"]
 
 
 def test_a_later_format_is_refused_with_the_remedy(tmp_path):

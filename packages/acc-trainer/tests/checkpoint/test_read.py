@@ -75,6 +75,19 @@ def test_without_a_folder_the_newest_whole_one_is_taken_and_the_numbering_goes_o
     assert save_state(other).endswith("checkpoint_3")
 
 
+def test_a_newest_folder_with_a_foreign_manifest_is_passed_over(runs, tmp_path):
+    run = runs.build(tmp_path, limit=2)
+    save_state(run)
+    want = runs.picture(run)
+    runs.advance(run)
+    for number, text in ((90, '{"format": 1, "files": []}'), (91, '{"name": "mine"}')):
+        (tmp_path / "checkpoints" / f"checkpoint_{number}").mkdir()
+        (tmp_path / "checkpoints" / f"checkpoint_{number}" / "manifest.json").write_text(text)
+    load_state(run)
+    assert runs.picture(run) == want
+    assert save_state(run).endswith("checkpoint_92")
+
+
 def test_a_newest_folder_that_is_not_whole_is_passed_over(runs, tmp_path):
     run = runs.build(tmp_path)
     save_state(run)
@@ -172,6 +185,64 @@ def test_a_checkpoint_without_a_manifest_loads_with_a_warning(runs, tmp_path):
         load_state(other, tmp_path / "c")
 
 
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "optimizer.bin", "scheduler.bin", "custom_checkpoint_0.pkl"]
+)
+@pytest.mark.parametrize("left", [0, 5, 200])
+def test_without_a_manifest_a_cut_off_file_is_named_and_nothing_is_touched(runs, tmp_path, name, left):
+    run = runs.build()
+    save_state(run, tmp_path / "c")
+    runs.advance(run)
+    (tmp_path / "c" / "manifest.json").unlink()
+    os.truncate(tmp_path / "c" / name, min(left, os.path.getsize(tmp_path / "c" / name) - 1))
+    before = runs.picture(run)
+    with (
+        pytest.warns(UserWarning, match=r"has no manifest\.json"),
+        pytest.raises(CheckpointError, match=rf"is not whole: .*{name.split('.')[0]}"),
+    ):
+        load_state(run, tmp_path / "c")
+    assert runs.picture(run) == before
+
+
+@pytest.mark.parametrize("damage", ["cut off", "another shape"])
+def test_random_states_that_cannot_be_restored_never_fail_a_load(runs, tmp_path, damage):
+    run = runs.build()
+    save_state(run, tmp_path / "c")
+    want = runs.picture(run)
+    (tmp_path / "c" / "manifest.json").unlink()
+    path = tmp_path / "c" / "random_states_0.pkl"
+    if damage == "cut off":
+        os.truncate(path, 5)
+    else:
+        torch.save({"python": 3, "torch": torch.zeros(2)}, path)
+    other = runs.build(seed=8)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        load_state(other, tmp_path / "c")
+    assert any("go on as they are" in str(warning.message) for warning in said)
+    assert runs.picture(other)["optimizers"] == want["optimizers"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "progress_1.bin"])
+def test_changed_bytes_are_an_error_on_every_rank_unless_checksums_are_left_out(runs, tmp_path, name):
+    def rank():
+        run = runs.build()
+        save_state(run, tmp_path / "c")
+        before = runs.picture(run)
+        if run.world.is_main:
+            content = bytearray((tmp_path / "c" / name).read_bytes())
+            content[-9] ^= 0xFF
+            (tmp_path / "c" / name).write_bytes(content)
+        run.world.comm.barrier()
+        with pytest.raises(CheckpointError, match=f"the bytes of {name} have changed"):
+            load_state(run, tmp_path / "c")
+        assert runs.picture(run) == before
+        if name.startswith("model"):
+            load_state(run, tmp_path / "c", checksums=False)
+
+    run_threads(2, rank)
+
+
 def test_random_states_of_another_library_never_stop_a_load(runs, tmp_path):
     numpy = pytest.importorskip("numpy")
     run = runs.build()
@@ -229,6 +300,10 @@ def test_wrong_arguments_are_named(runs, tmp_path):
         load_state(run, tmp_path / "c", stric=False)
     with pytest.raises(ValueError, match="there is no checkpoint folder"):
         load_state(run, tmp_path / "missing")
+    with pytest.raises(ValueError, match="input_dir is empty"):
+        load_state(run, "")
+    with pytest.raises(TypeError, match=r"load_kwargs must be a dict .*, got 5"):
+        load_state(run, tmp_path / "c", 5)
     with pytest.raises(ValueError, match="needs input_dir"):
         load_state(run)
     with pytest.raises(ValueError, match="there is no whole checkpoint in"):

@@ -40,3 +40,7 @@ def test_the_next_number_follows_the_highest_folder(tmp_path):
     (tmp_path / "checkpoint_7").mkdir()
     assert next_number(tmp_path) == 8
     assert next_number(tmp_path, 12) == 12
+    (tmp_path / "checkpoint_8").write_text("a file")
+    (tmp_path / "checkpoint_9").symlink_to("nowhere")
+    assert next_number(tmp_path) == 10
+    assert numbers_in(tmp_path) == [7]

@@ -24,8 +24,9 @@ from acc_trainer.checkpoint import (
 
 FILES = {
     *("manifest.json", "model.safetensors", "optimizer.bin", "scheduler.bin", "custom_checkpoint_0.pkl"),
-    *("random_states_0.pkl", "progress_0.bin"),
+    *("random_states_0.pkl", "progress_0.bin", "gradients_0.bin"),
 }
+OF_A_RANK = {"random_states_{}.pkl", "progress_{}.bin", "gradients_{}.bin"}
 
 
 def test_the_files_have_the_specifications_names(runs, tmp_path):
@@ -160,6 +161,42 @@ def test_a_hook_may_change_the_weights_that_are_written(runs, tmp_path):
     assert set(load_file(tmp_path / "c" / "model.safetensors")) == {"w"}
 
 
+def test_a_hook_that_empties_its_list_of_models_leaves_the_run_its_models(runs, tmp_path):
+    run = runs.build(models=2)
+    run._save_model_state_pre_hook["one"] = lambda models, weights, folder: models.clear()
+    save_state(run, tmp_path / "c")
+    assert len(run._models) == 2
+    load_state(run, tmp_path / "c")
+
+
+def test_an_empty_name_is_refused(runs):
+    with pytest.raises(ValueError, match="output_dir is empty"):
+        save_state(runs.build(), "")
+
+
+def test_a_folder_with_a_manifest_of_the_users_own_is_refused(runs, tmp_path):
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "manifest.json").write_text('{"name": "my web application"}')
+    with pytest.raises(
+        CheckpointError, match=r"manifest\.json was not written by save_state, .*another folder"
+    ):
+        save_state(runs.build(), tmp_path / "c")
+    assert os.listdir(tmp_path / "c") == ["manifest.json"]
+
+
+def test_a_linked_checkpoint_is_pruned_as_a_link_and_saving_goes_on(runs, tmp_path):
+    run = runs.build(tmp_path, limit=1)
+    home, elsewhere = tmp_path / "checkpoints", tmp_path / "large_disk"
+    save_state(run)
+    os.rename(home / "checkpoint_0", elsewhere)
+    os.symlink(elsewhere, home / "checkpoint_0")
+    os.symlink(elsewhere, home / ".checkpoint_7.removing")  # as an older version left it
+    for _ in range(3):
+        save_state(run)
+    assert os.listdir(home) == ["checkpoint_3"]
+    assert is_whole(elsewhere)
+
+
 def test_a_linked_folder_keeps_its_link(runs, tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
@@ -188,9 +225,9 @@ def test_machines_with_a_disk_each_commit_a_folder_each(runs, tmp_path):
     (same_0, files_0), (same_1, files_1) = run_threads(2, rank)
     assert same_0
     assert same_1
-    shared = FILES - {"manifest.json", "random_states_0.pkl", "progress_0.bin"}
-    assert set(files_0) == shared | {"random_states_0.pkl", "progress_0.bin"}
-    assert set(files_1) == shared | {"random_states_1.pkl", "progress_1.bin"}
+    shared = FILES - {"manifest.json"} - {name.format(0) for name in OF_A_RANK}
+    assert set(files_0) == shared | {name.format(0) for name in OF_A_RANK}
+    assert set(files_1) == shared | {name.format(1) for name in OF_A_RANK}
 
 
 def test_one_registered_object_can_be_written_alone(runs, tmp_path):

@@ -43,3 +43,17 @@ def test_an_unknown_precision_is_refused():
         default_config("fp9", 0)
     assert main(["default", "--mixed_precision", "fp9"]) == 2
     assert main(["update"]) == 2
+
+
+def test_a_place_where_no_file_can_be_written_is_one_line(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    for path, said in (
+        ("", "--config_file is empty"),
+        (str(tmp_path), "is a folder: name a file in it"),
+        (str(tmp_path / "file" / "c.yaml"), "cannot be written: "),
+    ):
+        assert main(["default", "--config_file", path]) == 2
+        shown = capsys.readouterr()
+        assert (shown.out, shown.err.count("\n")) == ("", 1)
+        assert shown.err.startswith("acc config: --config_file")
+        assert said in shown.err

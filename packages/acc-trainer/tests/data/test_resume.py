@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
+from acc_ops.random import capture_rng, restore_rng, set_seed
 from acc_ops.testing import run_threads
 from acc_ops.world import current_world
 from acc_trainer.data.prepare import prepare_data_loader, skip_first_batches
@@ -84,3 +88,53 @@ def test_a_resumed_pass_and_the_next_epoch_are_those_of_the_run_that_went_on(
         return rows(loader)
 
     assert all(run_threads(ranks, work))
+
+
+class Drawing(IterableDataset):
+    """A stream with an order and noise of its own, from each of the global generators."""
+
+    def __iter__(self):
+        numpy = pytest.importorskip("numpy")
+        places = list(range(11))
+        random.shuffle(places)
+        for place in places:
+            yield torch.tensor([float(place)]), torch.rand(1), random.random(), float(numpy.random.rand())
+
+
+@pytest.mark.parametrize("done", [1, 4, 5, 6])
+@pytest.mark.parametrize("left", [False, True])
+def test_a_stream_that_draws_is_resumed_with_the_draws_it_would_have_had(done, left, tmp_path):
+    def make():
+        made = prepare_data_loader(DataLoader(Drawing(), 2))
+        made._grad_sync = GradSync()
+        return made
+
+    def step(batch):
+        return [torch.as_tensor(part).tolist() for part in batch], torch.rand(1).item(), random.random()
+
+    def state_of(made):
+        torch.save({"loader": made.position.state_dict(), "rng": capture_rng()}, tmp_path / "state")
+
+    set_seed(1)
+    made, wanted = make(), []
+    for index, batch in enumerate(made):
+        wanted.append(step(batch))
+        if index + 1 == done:
+            state_of(made)
+    wanted += [step(batch) for batch in made]
+    if left:  # a run that saves after it has left the loop
+        set_seed(1)
+        made = make()
+        passed = iter(made)
+        for _ in range(done):
+            step(next(passed))
+        passed.close()
+        state_of(made)
+
+    set_seed(2)
+    again = make()
+    state = torch.load(tmp_path / "state", weights_only=True)
+    again.position.load_state_dict(state["loader"])
+    restore_rng(state["rng"])
+    rest = [] if done == 6 else [step(batch) for batch in skip_first_batches(again, done)]
+    assert rest + [step(batch) for batch in again] == wanted[done:]

@@ -101,3 +101,10 @@ def test_a_bare_no_which_yaml_reads_as_false_is_still_no(written):
 def test_the_default_file_follows_hf_home_then_the_cache_folder():
     assert default_config_path({"HF_HOME": "/h"}) == "/h/accelerate/default_config.yaml"
     assert default_config_path({"XDG_CACHE_HOME": "/c"}) == "/c/huggingface/accelerate/default_config.yaml"
+
+
+def test_a_file_that_is_no_text_is_named_with_the_byte(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_bytes(b"use_cpu: \xff")
+    with pytest.raises(LaunchError, match=r"c\.yaml is not a text file in UTF-8: byte 9 is 0xff"):
+        read_config_file(str(path))

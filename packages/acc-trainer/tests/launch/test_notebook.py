@@ -25,6 +25,36 @@ def test_bad_values_are_named(options, said):
         notebook_launcher(_never, **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"num_processes": "2"}, "num_processes must be a whole number, got '2'"),
+        ({"num_processes": 2.5}, "num_processes must be a whole number, got 2.5"),
+        ({"num_processes": True}, "num_processes must be a whole number, got True"),
+        ({"num_processes": 2, "node_rank": "0"}, "node_rank must be a whole number, got '0'"),
+        ({"num_processes": 2, "args": 5}, r"args must be a tuple or list .*, as in \(5,\); got 5"),
+        ({"num_processes": 2, "args": "ab"}, "args must be a tuple or list .*got 'ab'"),
+    ],
+)
+def test_wrong_types_are_named_with_the_parameter(options, said):
+    with pytest.raises(TypeError, match=said):
+        notebook_launcher(_never, **options)
+    if set(options) <= {"num_processes", "args"}:
+        with pytest.raises(TypeError, match=said):
+            debug_launcher(_never, **options)
+
+
+@pytest.mark.parametrize("port", ["x", 99999, -1, 2.5, None, ""])
+def test_a_port_that_is_none_is_named(port):
+    with pytest.raises(ValueError, match=f"use_port must be a port from 0 .*, got {port!r}"):
+        notebook_launcher(_never, num_processes=2, use_port=port)
+
+
+def test_what_is_no_function_is_refused():
+    with pytest.raises(TypeError, match=r"function must be a function .*got 5"):
+        notebook_launcher(5, num_processes=1)
+
+
 def test_a_number_of_debug_processes_below_one_is_refused():
     with pytest.raises(ValueError, match="at least 1, got 0"):
         debug_launcher(_never, num_processes=0)

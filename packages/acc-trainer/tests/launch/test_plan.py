@@ -98,6 +98,7 @@ def test_a_bad_value_in_the_file_names_the_file(plan_of, tmp_path):
             "3 cannot be shared out evenly over 2",
         ),
         (["--num_machines", "2", "--num_processes", "2", "--machine_rank", "2"], "from 0 to 1, got 2"),
+        (["--config_file", ""], "--config_file is empty"),
     ],
 )
 def test_wrong_values_are_refused_with_the_value(plan_of, words, said):

@@ -18,6 +18,11 @@ def _listening(port=0):
     return server
 
 
+def test_the_error_names_where_the_number_came_from():
+    with pytest.raises(LaunchError, match="use_port 70000"):
+        HeldPort(70000, named="use_port")
+
+
 def test_rank_0_can_listen_on_the_held_port():
     with HeldPort() as held, _listening(held.number) as server:
         with socket.create_connection(("127.0.0.1", held.number), timeout=5):

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 from .layout import MANIFEST, CheckpointError, number_of, parked_of, removing_of, staging_of
-from .manifest import Manifest, read_manifest
+from .manifest import Manifest, is_foreign, read_manifest
 
 _CANNOT_EXCHANGE = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
@@ -30,6 +30,11 @@ def check_target(target: Path) -> None:
         what = "a mount point" if os.path.ismount(target) else "the current folder, or holds it,"
         raise CheckpointError(
             f"{target} is {what} and cannot be replaced as a whole: save into a folder inside it"
+        )
+    if is_foreign(target):
+        raise CheckpointError(
+            f"{target / MANIFEST} was not written by save_state, which would replace it: "
+            "save into another folder, or move the file away"
         )
 
 
@@ -64,14 +69,14 @@ def clear_leftovers(target: Path) -> None:
         if path in (staging_of(public), removing_of(public)) or (
             path == parked_of(public) and public.exists()
         ):
-            shutil.rmtree(path)
+            _delete(path)
 
 
 def finish(staging: Path, target: Path, manifest: Manifest) -> None:
     """Sync everything in `staging`, write its manifest, and make it the content of `target` in one step."""
     _sync_tree(staging)
     _write_synced(staging / MANIFEST, manifest.to_text())
-    _link_foreign_files(target, staging)
+    _keep_foreign(target, staging)
     sync_folder(staging)
     if not target.exists():
         os.rename(staging, target)
@@ -83,18 +88,30 @@ def finish(staging: Path, target: Path, manifest: Manifest) -> None:
         os.rename(staging, target)
         os.rename(parked, staging)
     sync_folder(target.parent)
-    _link_foreign_files(staging, target)  # what came in between
+    _keep_foreign(staging, target, move=True)  # what came in between, and what cannot have two names
     shutil.rmtree(staging)
 
 
 def remove(target: Path) -> None:
-    """Delete a checkpoint so that a kill never leaves a part of it under its name."""
+    """Delete a checkpoint so that a kill never leaves a part of it under its name. Of a link, only the link."""
+    if target.is_symlink():
+        target.unlink()
+        sync_folder(target.parent)
+        return
     going = removing_of(target)
-    if going.exists():
-        shutil.rmtree(going)
+    if going.is_symlink() or going.exists():
+        _delete(going)
     os.rename(target, going)
     sync_folder(target.parent)
     shutil.rmtree(going)
+
+
+def _delete(path: Path) -> None:
+    """A folder with all that is in it; of a link, only the link."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def _sync_tree(folder: Path) -> None:
@@ -124,10 +141,10 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _link_foreign_files(source: Path, destination: Path) -> None:
-    """Files in the old folder that no checkpoint wrote (logs, notes) are the user's: they are in the new folder too.
+def _keep_foreign(source: Path, destination: Path, *, move: bool = False) -> None:
+    """What in the old folder no checkpoint wrote (logs, notes, pipes) is the user's: it is in the new folder too.
 
-    Links, not copies: a program that still appends to one goes on writing into the same file.
+    Links, not copies: a program that still appends to a file goes on writing into the same one. Folders keep their modes.
     """
     if not source.is_dir():
         return
@@ -136,13 +153,35 @@ def _link_foreign_files(source: Path, destination: Path) -> None:
     for path in sorted(source.rglob("*")):
         name = path.relative_to(source).as_posix()
         kept = destination / name
-        if name in ours or kept.exists() or (old is None and _OURS.fullmatch(name)):
+        if name in ours or os.path.lexists(kept) or (old is None and _OURS.fullmatch(name)):
             continue
+        if path.is_dir() and not path.is_symlink():
+            if not any(path.iterdir()):
+                _make_folders(kept, path)
+            continue
+        _make_folders(kept.parent, path.parent)
+        if move:
+            os.rename(path, kept)
+        else:
+            _link_or_copy(path, kept)
+
+
+def _make_folders(folder: Path, like: Path) -> None:
+    """`folder` and those above it that are missing, each with the mode of its counterpart."""
+    if folder.is_dir():
+        return
+    _make_folders(folder.parent, like.parent)
+    folder.mkdir()
+    shutil.copymode(like, folder)
+
+
+def _link_or_copy(path: Path, kept: Path) -> None:
+    try:
+        os.link(path, kept, follow_symlinks=False)
+    except (OSError, NotImplementedError):  # this file system has no links, or not for this kind of file
         if path.is_symlink() or path.is_file():
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            os.link(path, kept, follow_symlinks=False)
-        elif path.is_dir() and not any(path.iterdir()):
-            kept.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, kept, follow_symlinks=False)
+        # a pipe or a socket is moved when the new folder has its name
 
 
 def _old_manifest(folder: Path) -> Manifest | None:
@@ -154,7 +193,7 @@ def _old_manifest(folder: Path) -> Manifest | None:
 
 _OURS = re.compile(
     r"(model|pytorch_model|optimizer|scheduler|sampler|dl_state_dict)(_\d+)?(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
-    r"|scaler\.pt|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl|progress_\d+\.bin"
+    r"|scaler\.pt|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl|(progress|gradients)_\d+\.bin"
 )  # what a checkpoint without a manifest consists of
 
 

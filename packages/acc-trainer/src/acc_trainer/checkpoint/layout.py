@@ -52,6 +52,11 @@ def progress_file(rank: int) -> str:
     return f"progress_{rank}.bin"
 
 
+def gradients_file(rank: int) -> str:
+    """Ours: the gradients of one rank inside an accumulation window."""
+    return f"gradients_{rank}.bin"
+
+
 def weight_files(name: str) -> tuple[str, ...]:
     """The files one of which holds the weights called `name`."""
     torch_name = f"pytorch_{name}"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
+from stat import S_ISREG
 from typing import Any
 
 from .layout import MANIFEST, CheckpointError, number_of, parked_of
@@ -48,11 +49,11 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest | None:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"the checkpoint {folder} is not whole: {MANIFEST} cannot be read ({error})"
         ) from error
-    if not isinstance(content, dict) or not isinstance(content.get("format"), int):
+    if not isinstance(content, dict) or not _is_count(content.get("format"), least=1):
         raise CheckpointError(
             f"the checkpoint {folder} is not whole: {MANIFEST} is not the manifest of a checkpoint"
         )
@@ -61,7 +62,28 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest | None:
             f"the checkpoint {folder} has format {content['format']}, this version reads up to {FORMAT}: upgrade acc-trainer"
         )
     known = {name: content[name] for name in Manifest.__dataclass_fields__ if name in content}
+    for name, value in known.items():
+        if not _FIELDS[name](value):
+            raise CheckpointError(
+                f"the checkpoint {folder} is not whole: {MANIFEST} has been changed: {name} is {value!r:.60}"
+            )
     return _with_safe_paths(Manifest(**known), folder)
+
+
+def is_foreign(folder: str | os.PathLike[str]) -> bool:
+    """Whether the folder holds a manifest.json that no checkpoint wrote, a web application's for instance."""
+    path = Path(folder, MANIFEST)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError):
+        return True
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):  # the half of one of ours that a power loss left begins as ours do
+        return not Manifest().to_text().startswith(text[:13])
+    return not (isinstance(content, dict) and {"format", "world_size", "files"} <= content.keys())
 
 
 def files_of(folder: Path) -> dict[str, dict[str, int]]:
@@ -92,17 +114,27 @@ def check_whole(folder: str | os.PathLike[str], *, checksums: bool = False) -> M
     if manifest is None:
         raise CheckpointError(f"the checkpoint {folder} is not whole: it has no {MANIFEST}")
     for name, said in manifest.files.items():
-        path = Path(folder, name)
-        if not path.is_file():
+        size = _size_of(Path(folder, name))
+        if size is None:
             raise CheckpointError(f"the checkpoint {folder} is not whole: {name} is missing")
-        size = path.stat().st_size
         if size != said["bytes"]:
             raise CheckpointError(
                 f"the checkpoint {folder} is not whole: {name} has {size} bytes, {said['bytes']} were written"
             )
-        if checksums and checksum(path) != said["crc32"]:
-            raise CheckpointError(f"the checkpoint {folder} is not whole: the bytes of {name} have changed")
+    if checksums:
+        check_bytes(folder, manifest)
     return manifest
+
+
+def check_bytes(folder: str | os.PathLike[str], manifest: Manifest, part: int = 0, parts: int = 1) -> None:
+    """CheckpointError when the bytes of a file are not those that were written.
+
+    Several processes of one machine share the work: each is one of `parts` and reads its own, so that every file is read once.
+    """
+    by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name]["bytes"], name))
+    for name in by_size[part::parts]:
+        if checksum(Path(folder, name)) != manifest.files[name]["crc32"]:
+            raise CheckpointError(f"the checkpoint {folder} is not whole: the bytes of {name} have changed")
 
 
 def is_whole(folder: str | os.PathLike[str]) -> bool:
@@ -158,8 +190,42 @@ def _with_safe_paths(manifest: Manifest, folder: str | os.PathLike[str]) -> Mani
     return manifest
 
 
-def describe_objects(kinds: Mapping[str, list[tuple[str, Any]]]) -> dict[str, list[dict[str, str]]]:
-    """The `objects` of a manifest from (name, class name) pairs by kind."""
-    return {
-        kind: [{"name": name, "class": kind_of} for name, kind_of in items] for kind, items in kinds.items()
-    }
+def _size_of(path: Path) -> int | None:
+    """The size of a plain file; None for anything else."""
+    try:
+        found = path.stat()
+    except (OSError, ValueError):  # ValueError: a name that no file can have
+        return None
+    return found.st_size if S_ISREG(found.st_mode) else None
+
+
+def _is_count(value: object, least: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_files(value: object) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(said, dict) and _is_count(said.get("bytes")) and _is_count(said.get("crc32"))
+        for said in value.values()
+    )
+
+
+def _is_objects(value: object) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(entries, list)
+        and all(isinstance(entry, dict) and isinstance(entry.get("class"), str) for entry in entries)
+        for entries in value.values()
+    )
+
+
+_FIELDS: dict[str, Callable[[Any], bool]] = {
+    "format": _is_count,
+    "versions": lambda value: isinstance(value, dict),
+    "world_size": lambda value: _is_count(value, least=1),
+    "step": _is_count,
+    "epoch": lambda value: value is None or _is_count(value),
+    "iteration": lambda value: value is None or _is_count(value),
+    "saved_at": lambda value: isinstance(value, (int, float)) and not isinstance(value, bool),
+    "objects": _is_objects,
+    "files": _is_files,
+}

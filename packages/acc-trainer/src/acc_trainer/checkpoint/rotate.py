@@ -11,15 +11,12 @@ from .manifest import is_whole
 
 def numbers_in(folder: Path) -> list[int]:
     """The numbers of the automatically named folders, in order."""
-    if not folder.is_dir():
-        return []
-    found = [number_of(path.name) for path in folder.iterdir() if path.is_dir()]
-    return sorted(number for number in found if number is not None)
+    return [number for number, path in _numbered(folder) if path.is_dir()]
 
 
 def next_number(folder: Path, at_least: int = 0) -> int:
-    """The number after the newest folder's, whole or not."""
-    return max([at_least, *(number + 1 for number in numbers_in(folder))])
+    """The number after the newest one's: a folder whole or not, or anything else that has the name."""
+    return max([at_least, *(number + 1 for number, _ in _numbered(folder))])
 
 
 def to_remove(numbers: list[int], whole: set[int], newest: int, total_limit: int | None) -> list[int]:
@@ -45,3 +42,10 @@ def prune(folder: Path, newest: Path, total_limit: int | None) -> list[Path]:
     for path in gone:
         remove(path)
     return gone
+
+
+def _numbered(folder: Path) -> list[tuple[int, Path]]:
+    if not folder.is_dir():
+        return []
+    found = [(number_of(path.name), path) for path in folder.iterdir()]
+    return sorted((number, path) for number, path in found if number is not None)

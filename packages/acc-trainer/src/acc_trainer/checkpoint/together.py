@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,28 +11,51 @@ from typing import Any
 from acc_ops.world import World
 
 from .layout import CheckpointError
+from .meeting import leave_block
 
 
 @contextmanager
 def together(world: World, doing: str) -> Iterator[None]:
     """All ranks run the block and leave it together; a failure on one raises there as it is, elsewhere as CheckpointError.
 
-    The block itself must not speak to other ranks outside of calls that every rank makes.
+    The block may speak to other ranks. Where a rank fails while others wait for it inside, its error is shown at once,
+    and raised after a minute at most, which ends their waiting.
     """
-    failure: BaseException | None = None
     try:
         yield
     except BaseException as error:
-        failure = error
+        _tell(world, doing, error)
         raise
-    finally:
-        said = world.comm.all_gather_object(
-            None if failure is None else f"{type(failure).__name__}: {failure}"
+    if not leave_block(world):
+        raise CheckpointError(
+            f"another rank failed while {doing}, and could wait no longer; its output says why"
         )
-        failed = [(rank, text) for rank, text in enumerate(said) if text is not None]
-        if failed and failure is None:
-            rank, text = failed[0]
+    said: list[str | None] = world.comm.all_gather_object(None)
+    for rank, text in enumerate(said):
+        if text is not None:
             raise CheckpointError(f"rank {rank} failed while {doing}: {text}")
+
+
+def _tell(world: World, doing: str, error: BaseException) -> None:
+    """The failure of this rank goes to all the others, once they have left the block as well."""
+    if world.size == 1:
+        return
+
+    def complain() -> None:
+        print(
+            f"acc: rank {world.rank} failed while {doing}, and the other ranks are still at it:",
+            file=sys.stderr,
+        )
+        traceback.print_exception(type(error), error, error.__traceback__, file=sys.stderr)
+        sys.stderr.flush()
+
+    try:
+        if leave_block(world, complain):
+            world.comm.all_gather_object(f"{type(error).__name__}: {error}")
+    except (
+        RuntimeError
+    ) as lost:  # CommError, or torch's: the others are elsewhere or gone, and our own error counts
+        print(f"acc: rank {world.rank} could not tell the others ({lost})", file=sys.stderr, flush=True)
 
 
 def agree(world: World, value: Any, what: str) -> Any:

@@ -18,8 +18,10 @@ from acc_trainer.__about__ import __version__
 
 from . import commit, layout
 from .contents import Contents, Run, collect
+from .gradients import gradients_of, window_is_open
 from .layout import CheckpointError
 from .manifest import Manifest, files_of
+from .meeting import meet
 from .rotate import prune
 from .together import agree, together
 
@@ -35,10 +37,13 @@ def save_state(
     The folder appears whole or not at all; what was there before stays until then. With automatic naming it is
     PROJECT_DIR/checkpoints/checkpoint_N, and checkpoints beyond `total_limit` are deleted afterwards. Every rank calls it.
 
+    Rank 0 waits `wait_s` seconds (60 unless given) for the others to call it too, and raises CheckpointError when they do not.
+
     A failure on one rank raises on all: the error itself there, CheckpointError elsewhere. TypeError without `output_dir`
-    and automatic naming; ValueError when the folder of the next automatic name exists.
+    and automatic naming; ValueError for an empty name, and when the folder of the next automatic name exists.
     """
     world, project = accelerator.world, accelerator.project_configuration
+    meet(world, "save_state", kwargs.pop("wait_s", None))
     if kwargs:
         warnings.warn(f"save_state: {', '.join(kwargs)} had no effect, no engine takes them", stacklevel=2)
     with together(world, "choosing the folder"):
@@ -123,7 +128,7 @@ def _target(project: layout.Project, output_dir: str | os.PathLike[str] | None) 
                 stacklevel=3,
             )
         target = layout.automatic_folder(project) / layout.automatic_name(project.iteration)
-        if target.exists():
+        if os.path.lexists(target):
             raise ValueError(
                 f"{target} exists already: load_state() first, so that the numbering goes on after the newest checkpoint, "
                 "or choose another project_dir"
@@ -132,6 +137,8 @@ def _target(project: layout.Project, output_dir: str | os.PathLike[str] | None) 
         raise TypeError(
             "save_state needs output_dir, or ProjectConfiguration(automatic_checkpoint_naming=True)"
         )
+    elif output_dir == "":
+        raise ValueError("save_state: output_dir is empty; name the folder to write")
     else:
         target = Path(output_dir)
     return target
@@ -146,7 +153,7 @@ def _states_left(run: Run, staging: Path) -> tuple[list[Any], list[int]]:
         states = [run.strategy.state(model) for model in run._models]
         weights = list(states)
         for hook in list(run._save_model_state_pre_hook.values()):
-            hook(run._models, weights, str(staging))
+            hook(list(run._models), weights, str(staging))  # a copy: the run keeps its models
         if len(weights) == len(states):
             states, left = weights, list(range(len(states)))
         else:
@@ -180,8 +187,11 @@ def _write_rest(run: Run, contents: Contents, staging: _Disk) -> None:
             torch.save(scaler, folder / layout.SCALER)
     rank = run.world.rank
     torch.save({"step": run.step, **capture_rng()}, folder / layout.random_file(rank))
-    progress = {"step": run.step, "grad_sync": run.grad_sync.state_dict(), "positions": positions}
+    window = run.grad_sync.state_dict()
+    progress = {"step": run.step, "grad_sync": window, "positions": positions}
     torch.save(progress, folder / layout.progress_file(rank))
+    if window_is_open(window):
+        torch.save(gradients_of(run, contents), folder / layout.gradients_file(rank))
 
 
 def _position(loader: Any) -> dict[str, Any] | None:

@@ -18,4 +18,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{USAGE}\n\nStart a small script that checks ranks, gathering, broadcasting and training.")
         return 0
     script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "check_script.py")
-    return launch.main([*words, script])
+    return launch.main([*words, script], command="acc test")

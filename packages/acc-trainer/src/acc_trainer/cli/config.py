@@ -64,12 +64,19 @@ def _default(words: list[str]) -> int:
         values[key] = value if equals else words.pop(0)
     content = default_config(values["mixed_precision"].lower(), count_accelerators(environ))
     path = values["config_file"]
+    if not path:
+        raise LaunchError("--config_file is empty: name the file to write")
+    if os.path.isdir(path):
+        raise LaunchError(f"--config_file {path} is a folder: name a file in it")
     if os.path.exists(path):
         print(f"{path} exists already and is left as it is; remove it to have a new one written")
         return 0
-    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=2)  # JSON is YAML too, and is read without the yaml library
-        file.write("\n")
+    try:
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=2)  # JSON is YAML too, and is read without the yaml library
+            file.write("\n")
+    except OSError as error:
+        raise LaunchError(f"--config_file {path} cannot be written: {error.strerror}") from None
     print(f"configuration written to {path}")
     return 0

@@ -13,8 +13,10 @@ from acc_trainer.launch.options import SECTIONS, SHORT, LaunchOptions
 USAGE = "usage: acc launch [options] script [arguments of the script]"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, command: str = "acc launch") -> int:
     """Launch as `argv` says (the process's own arguments by default); the exit code is the first failing worker's.
+
+    `command` is what the user typed, for messages.
 
     2 when what is asked for cannot be started, with one line on stderr that says why. With a single process this
     process becomes the script and the function does not return.
@@ -24,13 +26,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.help:
             print(help_text(), end="")
             return 0
-        return _launch(arguments)
+        return _launch(arguments, command)
     except LaunchError as error:
-        print(f"acc launch: {error}", file=sys.stderr)
+        print(f"{command}: {error}", file=sys.stderr)
         return 2
 
 
-def _launch(arguments: Arguments) -> int:
+def _launch(arguments: Arguments, command: str) -> int:
     from acc_trainer.launch.plan import make_plan  # noqa: PLC0415  --help and errors are answered without these
     from acc_trainer.launch.worker import inherited  # noqa: PLC0415
 
@@ -41,10 +43,10 @@ def _launch(arguments: Arguments) -> int:
         return 0
     if not plan.options.quiet:
         for note in plan.notes:
-            print(f"acc launch: {note}", file=sys.stderr, flush=True)
+            print(f"{command}: {note}", file=sys.stderr, flush=True)
     from acc_trainer.launch.run import run_plan  # noqa: PLC0415
 
-    return run_plan(plan, environ)
+    return run_plan(plan, environ, command=command)
 
 
 def help_text() -> str:

@@ -39,6 +39,7 @@ class DataLoaderAdapter:
         self.use_stateful_dataloader = callable(getattr(base, "load_state_dict", None))
         self.dl_state_dict: dict[str, Any] | None = None
         self._grad_sync: GradSync | None = None
+        self._origin: tuple[weakref.ref[Any], Any] | None = None  # what it was prepared from, and how
         self._continue_itself = False
         self._use_position(LoaderPosition())
 
@@ -62,6 +63,10 @@ class DataLoaderAdapter:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.base_dataloader!r}, epoch={self.position.epoch}, batches={self.position.batches})"
+
+    def _made_from(self, loader: Any, options: Any) -> bool:
+        """Whether it was prepared from `loader` with these options."""
+        return self._origin is not None and self._origin[0]() is loader and self._origin[1] == options
 
     @property
     def grad_sync(self) -> GradSync:
@@ -104,20 +109,19 @@ class DataLoaderAdapter:
     def _twin(self, base: Any) -> Any:
         """Another loader of this kind over `base`, at the same position."""
         twin = object.__new__(type(self))
-        twin.__dict__.update(self.__dict__)
+        twin.__dict__.update(self.__dict__, _origin=None)
         twin.base_dataloader = base
         return twin
 
     def __reduce__(self) -> tuple[Any, ...]:
-        kept = {
-            k: v for k, v in self.__dict__.items() if k not in ("_grad_sync", "position", "dl_state_dict")
-        }
+        left = ("_grad_sync", "_origin", "position", "dl_state_dict")
+        kept = {k: v for k, v in self.__dict__.items() if k not in left}
         return _rebuild, (type(self), kept, self.position.state_dict())
 
 
 def _rebuild(kind: type[DataLoaderAdapter], kept: dict[str, Any], state: dict[str, Any]) -> DataLoaderAdapter:
     made = object.__new__(kind)
-    made.__dict__.update(kept, _grad_sync=None, dl_state_dict=None)
+    made.__dict__.update(kept, _grad_sync=None, _origin=None, dl_state_dict=None)
     made._use_position(LoaderPosition())
     made.position.load_state_dict(state)
     return made

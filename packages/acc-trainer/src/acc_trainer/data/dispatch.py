@@ -19,7 +19,7 @@ from acc_ops.object_collectives import scatter
 from acc_ops.tree import concatenate, find_batch_size, honor_type
 from acc_trainer.data.loader import DataLoaderShard, exact_length
 from acc_trainer.data.shard import Tail
-from acc_trainer.data.skipping import Skipped
+from acc_trainer.data.skipping import END, Skipped, first_read
 
 
 @dataclass(frozen=True)
@@ -121,20 +121,22 @@ class DataLoaderDispatcher(DataLoaderShard):
         count = skip
         try:
             steps = self._grouped(skip, replay, itself)
-            following = next(steps, None)
+            following = first_read(steps, self.position)
         except BaseException as error:
             self._send_error(error)
             raise
-        if following is None:
+        if following is END:
             self._send(_Step(True, error=""), None)
-        while following is not None:
+        while following is not END:
             made = following
+            self.position.note_reading_ahead()
             try:
-                following = next(steps, None)
+                following = next(steps, END)
             except BaseException as error:
                 self._send_error(error)
                 raise
-            step = _Step(following is None, made.tail, made.rows if following is None else None)
+            is_last = following is END
+            step = _Step(is_last, made.tail, made.rows if is_last else None)
             count += 1
             yield self._hand_over(self._send(step, made.parts), step, count)
 
@@ -221,7 +223,7 @@ class DataLoaderDispatcher(DataLoaderShard):
         if step.remainder is not None:
             position.remainder = step.remainder
         self._note_tail(step.tail)
-        if grad_sync.loaders[-1] is not position:
+        if not grad_sync.loaders or grad_sync.loaders[-1] is not position:
             grad_sync.raise_to_top(position)
         send = self._move
         return part if send is None else send(part)

@@ -2,7 +2,8 @@
 
 [Note: when a batch is read] Where the number of batches is exact (torch's own samplers), a batch is read when it is asked for, as a
 plain loop does, so that random augmentation and dropout draw in the same order. Elsewhere one batch is read ahead, because the last
-one must be known before it is handed out.
+one must be known before it is handed out; the position keeps where the generators were before that, so that a resumed run reads it again
+with the same draws.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from acc_trainer.data.samplers import (
     has_trusted_length,
 )
 from acc_trainer.data.shard import BatchSamplerShard, IndexShard, IterableDatasetShard, Tail
-from acc_trainer.data.skipping import END, Skipped, dropping, replaying
+from acc_trainer.data.skipping import END, Skipped, dropping, first_read, replaying
 
 
 class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
@@ -252,7 +253,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
                 self._note_tail(self._find_tail())
             elif others:
                 position.ends_window = count in others
-            if loaders[-1] is not position:
+            if not loaders or loaders[-1] is not position:
                 raise_to_top(position)
             yield batch if send is None else send(batch)
 
@@ -260,10 +261,11 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         """Hand out batches whose number is not known."""
         position, send, grad_sync = self.position, self._move, self.grad_sync
         stateful = self.use_stateful_dataloader
-        batch = next(batches, END)
+        batch = first_read(batches, position)
         while batch is not END:
             if stateful:
                 self.dl_state_dict = self.base_dataloader.state_dict()
+            position.note_reading_ahead()
             following = next(batches, END)
             count += 1
             position.batches = count
@@ -274,7 +276,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
                 batch = batch.batch
             elif position.is_last:
                 self._note_tail(self._find_tail())
-            if grad_sync.loaders[-1] is not position:
+            if not grad_sync.loaders or grad_sync.loaders[-1] is not position:
                 grad_sync.raise_to_top(position)
             yield batch if send is None else send(batch)
             batch = following

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from acc_trainer.data.draws import drawn_so_far, to_save
+
 
 class LoaderPosition:
     """The three numbers of a loader, and what its current batch consists of.
@@ -30,6 +32,7 @@ class LoaderPosition:
         "_inner",
         "_loaded",
         "_start",
+        "ahead",
         "batches",
         "ends_window",
         "epoch",
@@ -40,6 +43,7 @@ class LoaderPosition:
         "real",
         "remainder",
         "replay",
+        "resumed",
         "rng",
         "seed",
         "sizes",
@@ -58,7 +62,13 @@ class LoaderPosition:
         self.sizes: tuple[int, ...] | None = None
         self.seed = seed
         self.generator: torch.Generator | None = None  # the user's, when samples are drawn from it directly
-        self.rng: dict[str, torch.Tensor] | None = None  # generator states when this epoch began
+        self.rng: dict[str, Any] | None = None  # generator states when this epoch began
+        self.ahead: Mapping[str, Any] | None = (
+            None  # and before the batch behind the one in use was read ahead
+        )
+        self.resumed: Mapping[str, Any] | None = (
+            None  # `ahead` of the saved run: this pass begins with that batch
+        )
         self.replay = False  # the next pass repeats a saved epoch: use `rng`
         self.loader: weakref.ref[Any] | None = None
         self._inner: Callable[[], dict[str, Any]] | None = None  # state of a stateful loader
@@ -74,6 +84,8 @@ class LoaderPosition:
         if behind:
             self.epoch += 1
         replay = self.replay and not behind
+        self.resumed = self.ahead if replay and skip == self.batches else None
+        self.ahead = None
         self._loaded = self.replay = self._at_end = False
         self._start = self.batches = skip
         self.is_last = self.ends_window = False
@@ -89,7 +101,11 @@ class LoaderPosition:
         self.batches = self._start = 0
         self.is_last = False
         self.close()
-        self.rng = None
+        self.rng = self.ahead = None
+
+    def note_reading_ahead(self) -> None:
+        """The batch behind the one that is handed out next is read now: a saved position must know with which draws."""
+        self.ahead = drawn_so_far()
 
     def close(self) -> None:
         """No batch is in use any more."""
@@ -104,6 +120,7 @@ class LoaderPosition:
         self.epoch = epoch
         self.batches = self._start = 0
         self._loaded = self.replay = self._at_end = False
+        self.ahead = None
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs to continue this loader; plain numbers and tensors."""
@@ -116,7 +133,9 @@ class LoaderPosition:
             "seed": self.seed,
         }
         if self.batches and not finished:
-            state["rng"] = self.rng
+            state["rng"] = None if self.rng is None else to_save(self.rng)
+            if self.ahead is not None:
+                state["ahead"] = to_save(self.ahead)
         elif self.generator is not None:
             state["generator"] = self.generator.get_state()
         if self._inner is not None:
@@ -140,6 +159,7 @@ class LoaderPosition:
         if state.get("seed") is not None:
             self.seed = int(state["seed"])
         self.rng = state.get("rng")
+        self.ahead = state.get("ahead")
         self.replay = self.rng is not None
         if self.generator is not None and state.get("generator") is not None:
             self.generator.set_state(state["generator"])
@@ -149,8 +169,8 @@ class LoaderPosition:
         if loader is not None:
             loader._position_loaded(state)
 
-    def _generator_states(self) -> dict[str, torch.Tensor]:
-        states = {"torch": torch.get_rng_state()}
+    def _generator_states(self) -> dict[str, Any]:
+        states = drawn_so_far()
         if self.generator is not None:
             states["generator"] = self.generator.get_state()
         return states

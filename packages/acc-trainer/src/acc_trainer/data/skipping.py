@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from acc_trainer.data.adapter import clone_loader, with_indices
+from acc_trainer.data.draws import as_then
 from acc_trainer.data.position import LoaderPosition
 
 END = object()  # what `next` gives behind the last batch
@@ -26,17 +26,9 @@ class Skipped:
         """The first batch of the epoch, read again where only its indices are known."""
         if self.batches:
             return self.batches[0]
-        before = torch.get_rng_state()
-        try:
-            alone = {
-                "num_workers": 0,
-                "prefetch_factor": None,
-                "persistent_workers": False,
-                "generator": None,
-            }
+        alone = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "generator": None}
+        with as_then({}):  # an extra read must not change what the run draws
             return next(iter(clone_loader(with_indices(loader, [self.indices.first]), **alone)))
-        finally:
-            torch.set_rng_state(before)  # an extra read must not change what the run draws
 
 
 def dropping(batches: Iterator[Any], count: int, skipped: Skipped | None = None) -> Iterator[Any]:
@@ -50,21 +42,19 @@ def dropping(batches: Iterator[Any], count: int, skipped: Skipped | None = None)
     return batches
 
 
-class replaying:
-    """Inside, torch's generators are as they were when the saved epoch began; afterwards as they are now."""
+@contextmanager
+def replaying(position: LoaderPosition) -> Iterator[None]:
+    """Inside, the generators are as they were when the saved epoch began; afterwards as they are now."""
+    states = position.rng or {}
+    with as_then(states):
+        if position.generator is not None and "generator" in states:
+            position.generator.set_state(states["generator"])
+        yield
 
-    def __init__(self, position: LoaderPosition) -> None:
-        self.position = position
-        self._now: torch.Tensor | None = None
 
-    def __enter__(self) -> None:
-        self._now = torch.get_rng_state()
-        states = self.position.rng or {}
-        if "torch" in states:
-            torch.set_rng_state(states["torch"])
-        if self.position.generator is not None and "generator" in states:
-            self.position.generator.set_state(states["generator"])
-
-    def __exit__(self, *error: Any) -> None:
-        if self._now is not None:
-            torch.set_rng_state(self._now)
+def first_read(batches: Iterator[Any], position: LoaderPosition) -> Any:
+    """The first batch of a pass, or `END`; after a resume read with the generators as they were when the saved run read it ahead."""
+    if position.resumed is None:
+        return next(batches, END)
+    with as_then(position.resumed):
+        return next(batches, END)

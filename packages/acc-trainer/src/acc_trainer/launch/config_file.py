@@ -21,11 +21,17 @@ def read_config_file(path: str) -> dict[str, Any]:
     LaunchError when it cannot be read, holds an unknown key (named, with the closest known one), or asks for something
     that is not built yet.
     """
+    if not path:
+        raise LaunchError("--config_file is empty: name the file")
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read()
     except OSError as error:
         raise LaunchError(f"--config_file {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise LaunchError(
+            f"--config_file {path} is not a text file in UTF-8: byte {error.start} is {error.object[error.start]:#04x}"
+        ) from None
     return _checked(_parsed(text, path), path)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -40,10 +40,13 @@ def notebook_launcher(
     They are forked, so `function` may be defined in the notebook, but nothing may have touched an accelerator before.
     `use_port` 0 chooses a free port. More than one node, restarts and other rendezvous go to torch's elastic launcher.
 
-    ValueError for an unknown precision, a missing or wrong number of processes, a `node_rank` that does not exist, and
-    when an Accelerator was built before; RuntimeError when an accelerator or bitsandbytes was already in use.
+    ValueError for an unknown precision, a missing or wrong number of processes, a port or `node_rank` that does not exist, and
+    when an Accelerator was built before; TypeError for a `function`, `args` or number that is none; RuntimeError when an
+    accelerator or bitsandbytes was already in use.
     """
+    _check_call(function, args)
     _check_numbers(num_processes, mixed_precision, node_rank, num_nodes)
+    port_number = _port_of(use_port)
     if num_processes is None:
         raise ValueError("notebook_launcher needs num_processes: how many processes to start on this machine")
     if num_processes * num_nodes == 1:
@@ -60,7 +63,7 @@ def notebook_launcher(
             min_nodes=num_nodes,
             max_nodes=num_nodes,
             nproc_per_node=num_processes,
-            rdzv_endpoint=rdzv_endpoint or f"{master_addr}:{use_port}",
+            rdzv_endpoint=rdzv_endpoint or f"{master_addr}:{port_number}",
             rdzv_backend=rdzv_backend,
             rdzv_configs={**({"rank": node_rank} if rdzv_backend == "static" else {}), **(rdzv_conf or {})},
             run_id=rdzv_id,
@@ -69,7 +72,7 @@ def notebook_launcher(
             log_line_prefix_template=log_line_prefix_template,
         )
         return
-    with HeldPort(int(use_port)) as port:
+    with HeldPort(port_number, named="use_port") as port:
         _fork(
             function,
             args,
@@ -81,8 +84,9 @@ def notebook_launcher(
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
     """Run `function(*args)` on `num_processes` forked CPU processes that speak by gloo; the first error is raised here.
 
-    ValueError when `num_processes` is below 1 or an Accelerator was built before.
+    ValueError when `num_processes` is below 1 or an Accelerator was built before; TypeError as `notebook_launcher`.
     """
+    _check_call(function, args)
     _check_numbers(num_processes, "no", 0, 1)
     _check_untouched()
     with HeldPort() as port:
@@ -91,9 +95,29 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
         _fork(function, args, num_processes, {**common, **meeting})
 
 
+def _check_call(function: object, args: object) -> None:
+    if not callable(function):
+        raise TypeError(f"function must be a function to call on every process, got {function!r}")
+    if isinstance(args, (str, bytes)) or not isinstance(args, Iterable):
+        raise TypeError(
+            f"args must be a tuple or list of the arguments of the function, as in ({args!r},); got {args!r}"
+        )
+
+
+def _port_of(use_port: object) -> int:
+    text = str(use_port).strip()
+    if isinstance(use_port, bool) or not (text.isascii() and text.isdigit()) or int(text) > 65535:
+        raise ValueError(f"use_port must be a port from 0 (a free one) to 65535, got {use_port!r}")
+    return int(text)
+
+
 def _check_numbers(num_processes: int | None, mixed_precision: str, node_rank: int, num_nodes: int) -> None:
     if str(mixed_precision).lower() not in PRECISIONS:
         raise ValueError(f"mixed_precision must be one of {', '.join(PRECISIONS)}, got {mixed_precision!r}")
+    for name, value in (("num_processes", num_processes), ("node_rank", node_rank), ("num_nodes", num_nodes)):
+        missing = value is None and name == "num_processes"
+        if not missing and (isinstance(value, bool) or not hasattr(value, "__index__")):
+            raise TypeError(f"{name} must be a whole number, got {value!r}")
     if num_processes is not None and num_processes < 1:
         raise ValueError(f"num_processes must be at least 1, got {num_processes}")
     if not 0 <= node_rank < num_nodes:

@@ -12,6 +12,7 @@ from acc_ops.options import OptionError, options_of, resolve, sources, to_env
 
 from .arguments import Arguments, checked
 from .config_path import default_config_path
+from .elastic_checks import check_elastic
 from .errors import LaunchError
 from .machine import count_accelerators, count_cores, count_ids, visibility_variable
 from .options import LaunchOptions
@@ -91,6 +92,7 @@ class LaunchPlan:
 def make_plan(arguments: Arguments, environ: Mapping[str, str]) -> LaunchPlan:
     """Decide from flags over the configuration file over the environment over defaults. LaunchError names what is wrong."""
     options = _options(arguments, environ)
+    check_elastic(options)
     script = _script(arguments, options, environ)
     num_machines, machine_rank = _machines(options)
     num_processes, note = _processes(options, num_machines, environ)

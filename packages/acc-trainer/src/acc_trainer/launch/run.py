@@ -14,21 +14,23 @@ from .torchrun import torchrun_command
 from .worker import common_environ, worker_environ
 
 
-def run_plan(plan: LaunchPlan, environ: Mapping[str, str], *, grace_s: float = GRACE_S) -> int:
+def run_plan(
+    plan: LaunchPlan, environ: Mapping[str, str], *, grace_s: float = GRACE_S, command: str = "acc launch"
+) -> int:
     """Run it and return the exit code; with one process on this machine it does not return, but becomes the script.
 
     LaunchError when it cannot be started: a port in use, a program that cannot be run.
     """
     if plan.runner == SUPERVISED:
         outcome = run_workers(plan, environ, grace_s=grace_s)
-        if outcome.rank is not None and outcome.stopped_by is None and not plan.options.quiet:
-            print(f"acc launch: {outcome.describe()}", file=sys.stderr, flush=True)
+        if outcome.is_news and not plan.options.quiet:
+            print(f"{command}: {outcome.describe()}", file=sys.stderr, flush=True)
         return outcome.code
-    command = plan.command() if plan.runner == IN_PLACE else torchrun_command(plan)
+    words = plan.command() if plan.runner == IN_PLACE else torchrun_command(plan)
     variables = common_environ(plan, environ)
     if plan.runner == IN_PLACE and plan.main_process_port:
         variables.update(MASTER_ADDR=plan.main_process_ip, MASTER_PORT=str(plan.main_process_port))
-    return _become(command, variables)
+    return _become(words, variables)
 
 
 def run_workers(plan: LaunchPlan, environ: Mapping[str, str], *, grace_s: float = GRACE_S) -> Outcome:

@@ -48,16 +48,27 @@ class Outcome:
         rank: int | None = None,
         pid: int | None = None,
         stopped_by: signal.Signals | None = None,
+        out_of_time: bool = False,
     ) -> None:
         self.code = code
         self.rank = rank
         self.pid = pid
         self.stopped_by = stopped_by
+        self.out_of_time = out_of_time  # it went on after `stopped_by`, and was killed
+
+    @property
+    def is_news(self) -> bool:
+        """Whether there is something to say: a failure nobody asked for, or a worker that would not stop."""
+        return self.rank is not None and (self.stopped_by is None or self.out_of_time)
 
     def describe(self) -> str:
         """One line about the failure, for people."""
         if self.rank is None:
             return "all workers ended well"
+        if self.out_of_time and self.stopped_by is not None:
+            return (
+                f"rank {self.rank} (process {self.pid}) went on after {self.stopped_by.name} and was killed"
+            )
         how = (
             f"was ended by {signal_name(self.code - 128)}"
             if self.code > 128
@@ -78,8 +89,9 @@ def supervise(starts: Sequence[WorkerStart], *, grace_s: float = GRACE_S) -> Out
     """Start the workers, wait until all have ended, and say how.
 
     The first worker that fails has the others stopped: SIGTERM to their groups, SIGKILL `grace_s` seconds later. A
-    signal sent to the launcher goes to every group once; a second SIGTERM or SIGINT kills. `OSError` when a worker
-    cannot be started; those already started are ended first.
+    signal sent to the launcher goes to every group once. SIGTERM gives the workers `grace_s` seconds too, Ctrl-C (SIGINT) all
+    the time they need; a second SIGTERM or SIGINT kills. `OSError` when a worker cannot be started; those already started are
+    ended first.
     """
     signals = TakenSignals() if hasattr(signal, "sigtimedwait") else HandledSignals()
     with signals, Guardian() as guardian:
@@ -95,21 +107,29 @@ def supervise(starts: Sequence[WorkerStart], *, grace_s: float = GRACE_S) -> Out
 def _wait(group: _Group, signals: TakenSignals | HandledSignals) -> Outcome:
     stops = 0
     stopped_by: signal.Signals | None = None
+    killed_late = False
     while group.live:
         number = signals.wait(group.seconds_left())
         if number in (signal.SIGTERM, signal.SIGINT):
             stops += 1
             stopped_by = stopped_by or signal.Signals(number)
-        if stops > 1 or group.seconds_left() == 0.0:
+        out_of_time = group.seconds_left() == 0.0
+        if stops > 1 or out_of_time:
             group.send(signal.SIGKILL)
             group.deadline = None
+            killed_late = killed_late or out_of_time
         elif number == getattr(signal, "SIGTSTP", -1):
             _pause(group)
         elif number is not None and number != signal.SIGCHLD:
             group.send(number)
+            if number == signal.SIGTERM:
+                group.give_grace()
         for start, pid, code in group.reap():
             if code and group.failure is None:
-                group.failure = Outcome(code=code, rank=start.rank, pid=pid, stopped_by=stopped_by)
+                late = killed_late and code == 128 + signal.SIGKILL
+                group.failure = Outcome(
+                    code=code, rank=start.rank, pid=pid, stopped_by=stopped_by, out_of_time=late
+                )
                 group.stop_rest(pid, already_told=stopped_by is not None)
     return group.failure or Outcome(code=0, stopped_by=stopped_by)
 
@@ -151,7 +171,12 @@ class _Group:
         signal_group(failed, signal.SIGTERM)
         if not already_told:
             self.send(signal.SIGTERM)
-        self.deadline = time.monotonic() + self.grace_s
+        self.give_grace()
+
+    def give_grace(self) -> None:
+        """From now on the workers have `grace_s` seconds to end, if they are not being counted already."""
+        if self.deadline is None:
+            self.deadline = time.monotonic() + self.grace_s
 
     def seconds_left(self) -> float | None:
         return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())

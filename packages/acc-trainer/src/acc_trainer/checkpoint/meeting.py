@@ -1,0 +1,128 @@
+"""Ranks that announce themselves before they speak: a rank that does not come is an error with its number, not a hang.
+
+[Note: why not a collective] A rank that waits in a collective for one that is elsewhere cannot give up: its message is on the way,
+and would meet the other's next, different one. So the ranks first count themselves in the store through which they found each
+other, which no collective touches. Only when all have come do they speak. Ranks that are threads have no store and need none:
+their `Comm` bounds every wait and compares the calls.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from acc_ops.comm import TorchComm
+from acc_ops.world import World
+
+from .layout import CheckpointError
+
+SAY_AFTER_S = 10.0
+MOMENT_S = 1.0
+WAIT_S = 60.0
+RANK_0_S = 1800.0  # as long as torch's own collectives wait
+_GAVE_UP = 1 << 40  # added to a count by the rank that waits no longer
+
+
+def meet(world: World, call: str, wait_s: float | None = None) -> None:
+    """Return when every rank makes `call` (`save_state`); CheckpointError, naming them, for ranks that do not come.
+
+    Rank 0 waits `wait_s` seconds (a minute by default) for the others. The others wait for rank 0 alone, and half an hour:
+    it may be evaluating by itself. Who waits says so on stderr after ten seconds. ValueError for a `wait_s` that is no time.
+    """
+    if wait_s is not None and not (isinstance(wait_s, (int, float)) and wait_s >= 0):
+        raise ValueError(f"{call}: wait_s must be a number of seconds of at least 0, got {wait_s!r}")
+    store = store_of(world)
+    if store is None:
+        return
+    mine = _key(world, call, world.rank)
+    count = store.add(mine, 1)
+    awaited = list(range(1, world.size)) if world.is_main else [0]
+    limit_s = WAIT_S if wait_s is None else wait_s
+    if not world.is_main:
+        limit_s = max(limit_s, RANK_0_S)
+
+    def absent() -> list[int]:
+        return [rank for rank in awaited if store.add(_key(world, call, rank), 0) < count]
+
+    def say(ranks: list[int]) -> None:
+        text = f"acc: rank {world.rank} waits in {call} for {_named(ranks)}; every rank must call {call}"
+        print(text, file=sys.stderr, flush=True)
+
+    late = wait_until_none(absent, say, SAY_AFTER_S, limit_s)
+    if late:
+        store.add(mine, -1)
+        raise CheckpointError(
+            f"{call} must be called on every rank; {_named(late)} did not come within {limit_s:g} s: drop the "
+            f"`if is_main_process` (or other condition) around it, or give slow ranks more time: {call}(..., wait_s={10 * limit_s:g})"
+        )
+
+
+def leave_block(world: World, complain: Callable[[], None] | None = None) -> bool:
+    """Count this rank out of a block that all ranks run; False when the ranks will not come together any more.
+
+    With `complain` (this rank has failed) it waits, at most a minute, until the others have left the block too, and
+    complains when that takes more than a moment. Without, the caller waits in its next collective.
+    """
+    store = store_of(world)
+    if store is None:
+        return True
+    key = f"{_prefix(world)}/left/{store.add(_key(world, 'block', world.rank), 1)}"
+    left: int = store.add(key, 1)
+    if complain is None or left >= _GAVE_UP:
+        return left < _GAVE_UP
+
+    def absent() -> list[int]:
+        missing = world.size - store.add(key, 0)
+        return [missing] if missing > 0 else []
+
+    if wait_until_none(absent, lambda _: complain(), MOMENT_S, WAIT_S):
+        left = store.add(key, _GAVE_UP) - _GAVE_UP  # the last one may have come at this very moment
+    else:
+        left = store.add(key, 0)
+    return left == world.size
+
+
+def wait_until_none(
+    absent: Callable[[], list[int]],
+    say: Callable[[list[int]], None],
+    say_after_s: float,
+    limit_s: float,
+) -> list[int]:
+    """Ask `absent` until it is empty or `limit_s` seconds are over; what it said last. `say` is called once, after `say_after_s`."""
+    begun = time.monotonic()
+    pause_s, said = 0.0005, False
+    while missing := absent():
+        waited = time.monotonic() - begun
+        if waited >= limit_s:
+            return missing
+        if not said and waited >= say_after_s:
+            said = True
+            say(missing)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.05)
+    return []
+
+
+def store_of(world: World) -> Any | None:
+    """The store of the world's process group; None for ranks that need none (a single one, threads)."""
+    if world.size == 1 or not isinstance(world.comm, TorchComm):
+        return None
+    return dist.distributed_c10d._get_default_store()  # torch has no public way to it
+
+
+def _prefix(world: World) -> str:
+    group = getattr(world.comm, "group", None)
+    ranks = "" if group is None else ",".join(map(str, dist.get_process_group_ranks(group)))
+    return f"acc_trainer/checkpoint/{ranks}"
+
+
+def _key(world: World, call: str, rank: int) -> str:
+    return f"{_prefix(world)}/{call}/{rank}"
+
+
+def _named(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

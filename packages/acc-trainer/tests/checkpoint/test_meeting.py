@@ -1,0 +1,139 @@
+"""Ranks that do not come, or fail while others wait for them, end in an error with a name and not in a hang."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from acc_trainer.checkpoint import meeting
+from acc_trainer.checkpoint.layout import CheckpointError
+from acc_trainer.checkpoint.meeting import leave_block, meet
+from acc_trainer.checkpoint.together import together
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    """Run `fn(world)` on ranks that share a store, as processes do; what each returned or raised, and in how many seconds."""
+    store = dist.HashStore()
+    monkeypatch.setattr(meeting, "store_of", lambda world: store)
+    monkeypatch.setattr(meeting, "SAY_AFTER_S", 0.1)
+    monkeypatch.setattr(meeting, "WAIT_S", 0.5)
+
+    def run(size, fn):
+        results = [None] * size
+
+        def one(rank):
+            world = SimpleNamespace(
+                rank=rank, size=size, is_main=rank == 0, comm=_NoComm(), is_local_main=rank == 0
+            )
+            try:
+                results[rank] = fn(world)
+            except Exception as error:  # noqa: BLE001  handed to the test
+                results[rank] = error
+
+        threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        return results
+
+    return run
+
+
+class _NoComm:
+    """Collectives that work only when everybody has come would hang here."""
+
+    def all_gather_object(self, obj):
+        raise RuntimeError("a collective that others are not in")
+
+
+def test_ranks_that_all_come_pass_however_often(ranks):
+    def work(world):
+        for _ in range(20):
+            meet(world, "save_state")
+        return "passed"
+
+    assert ranks(3, work) == ["passed"] * 3
+
+
+def test_a_call_on_the_main_process_only_says_whom_it_waits_for_and_then_raises(ranks, capfd):
+    def work(world):
+        if world.rank == 0:
+            meet(world, "save_state")
+
+    begun = time.monotonic()
+    error, *_ = ranks(3, work)
+    assert time.monotonic() - begun < 10
+    assert isinstance(error, CheckpointError)
+    assert (
+        "save_state must be called on every rank; ranks 1, 2 did not come within 0.5 s: drop the `if is_main_process`"
+        in str(error)
+    )
+    assert "wait_s=5" in str(error)
+    assert (
+        "rank 0 waits in save_state for ranks 1, 2; every rank must call save_state" in capfd.readouterr().err
+    )
+
+
+def test_after_a_failed_meeting_the_next_one_works(ranks):
+    def work(world):
+        if world.rank == 0:
+            with pytest.raises(CheckpointError):
+                meet(world, "load_state")
+        else:
+            time.sleep(1.0)
+        meet(world, "load_state", 10)
+        return "met"
+
+    assert ranks(2, work) == ["met", "met"]
+
+
+@pytest.mark.parametrize("wait_s", [-1, "5", float("nan")])
+def test_a_time_that_is_none_is_refused(wait_s):
+    with pytest.raises(ValueError, match="save_state: wait_s must be a number of seconds"):
+        meet(SimpleNamespace(rank=0, size=1, is_main=True), "save_state", wait_s)
+
+
+def test_rank_0_may_be_late(ranks):
+    def work(world):
+        if world.rank == 0:
+            time.sleep(1.0)  # more than the limit that rank 0 itself has
+        meet(world, "save_state")
+        return "met"
+
+    assert ranks(2, work) == ["met", "met"]
+
+
+def test_a_rank_that_fails_while_the_others_wait_inside_shows_its_error_and_raises_it(
+    ranks, capfd, monkeypatch
+):
+    monkeypatch.setattr(meeting, "MOMENT_S", 0.1)
+    gone = threading.Event()
+
+    def work(world):
+        try:
+            with together(world, "collecting the weights"):
+                if world.rank == 1:
+                    raise ZeroDivisionError("of rank 1")
+                assert gone.wait(8)  # as in a collective that rank 1 will not join
+        finally:
+            gone.set()
+
+    stuck, failed = ranks(2, work)
+    assert isinstance(failed, ZeroDivisionError)
+    assert "another rank failed while collecting the weights" in str(stuck)
+    shown = capfd.readouterr().err
+    assert "rank 1 failed while collecting the weights, and the other ranks are still at it" in shown
+    assert "ZeroDivisionError: of rank 1" in shown
+
+
+def test_ranks_leave_a_block_together_and_a_failed_one_knows_it(ranks):
+    def work(world):
+        return [leave_block(world, (lambda: None) if world.rank == 2 else None) for _ in range(5)]
+
+    assert ranks(3, work) == [[True] * 5] * 3
