@@ -164,6 +164,7 @@ def test_what_the_format_cannot_hold_is_named_before_writing(tmp_path: Path) -> 
 def test_the_smallest_floats_are_read_and_written(tmp_path: Path, name: str) -> None:
     if not hasattr(torch, name):
         pytest.skip(f"this torch has no {name}")
+    pytest.importorskip("numpy", reason="safetensors.torch writes through it; ours does not")
     tensor = torch.arange(8, dtype=torch.uint8).reshape(2, 4).view(getattr(torch, name))
     theirs, ours = tmp_path / "theirs.safetensors", tmp_path / "ours.safetensors"
     save_file({"w": tensor}, theirs)
