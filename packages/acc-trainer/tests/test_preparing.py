@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from acc_ops.testing import run_threads
 from acc_trainer import AcceleratedOptimizer, AcceleratedScheduler, Accelerator
 
 
@@ -120,3 +121,17 @@ def test_a_reprepared_run_is_saved_whole(tmp_path):
     accelerator.save_state(str(tmp_path / "checkpoint"))
     names = {file.name for file in (tmp_path / "checkpoint").iterdir()}
     assert {"model.safetensors", "optimizer.bin", "scheduler.bin"} <= names
+
+
+def test_a_model_prepared_for_evaluation_can_be_prepared_for_training_after_all():
+    def rank():
+        accelerator = Accelerator(cpu=True)
+        model = torch.nn.Linear(1, 1, bias=False)
+        evaluated = accelerator.prepare_model(model, evaluation_mode=True)
+        assert accelerator.prepare_model(model, evaluation_mode=True) is evaluated
+        trained = accelerator.prepare(model)
+        assert accelerator._models == [trained]
+        accelerator.backward(trained(torch.full((1, 1), 1.0 + accelerator.process_index)).sum())
+        return [p.grad.item() for p in model.parameters()]
+
+    assert run_threads(2, rank) == [[1.5], [1.5]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -109,6 +110,7 @@ class Accelerator(Views):
         self._trackers = Trackers(made.log_with, made.project.logging_dir, made.strategy.world)
         self._advance_only = AdvanceOnly(made.grad_sync)
         self._models: list[Any] = []
+        self._only_evaluated: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._optimizers = []
         self._schedulers: list[Any] = []
         self._dataloaders: list[Any] = []

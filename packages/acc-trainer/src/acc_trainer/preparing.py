@@ -43,6 +43,8 @@ def prepare(
     _check_scalers(accelerator, given)
     for at in given.places("dataloader"):
         given.results[at] = prepare_loader(accelerator, given.objects[at], given.placed[at])
+    if not evaluation:
+        _take_from_evaluation(accelerator, given)
     models = _new(given, "model", accelerator._models, accelerator.strategy.unwrap)
     optimizers = _new(given, "optimizer", accelerator._optimizers, inside)
     schedulers = _new(given, "scheduler", accelerator._schedulers, inside)
@@ -77,6 +79,8 @@ def _prepare_new(
     made = accelerator.strategy.prepare(bundle)
     for at, model in zip(models, made.models, strict=True):
         given.results[at] = _keep(accelerator._models, _compiled(model, accelerator.dynamo_plugin))
+        if evaluation:
+            accelerator._only_evaluated.add(given.results[at])
     for at, optimizer in zip(optimizers, made.optimizers, strict=True):
         given.results[at] = _keep(
             accelerator._optimizers, _optimizer(given.objects[at], optimizer, given.placed[at])
@@ -132,6 +136,15 @@ def _made_loader(
         use_stateful_dataloader=options.use_stateful_dataloader,
         torch_device_mesh=accelerator.torch_device_mesh,
     )
+
+
+def _take_from_evaluation(accelerator: Accelerator, given: Given) -> None:
+    """A model that was prepared for evaluation alone, and is now wanted for training, is made ready anew: it was not wrapped for that."""
+    asked = [given.objects[at] for at in given.places("model")]
+    for model in [one for one in accelerator._models if one in accelerator._only_evaluated]:
+        if any(thing is model or accelerator.strategy.unwrap(model) is thing for thing in asked):
+            accelerator._models[:] = [one for one in accelerator._models if one is not model]
+            accelerator._only_evaluated.discard(model)
 
 
 def _new(given: Given, kind: str, shelf: Sequence[Any], own: Callable[[Any], Any]) -> list[int]:
