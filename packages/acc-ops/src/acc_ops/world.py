@@ -181,7 +181,7 @@ def destroy_group() -> None:
     [Note: gloo's last tensor] A thread of gloo drops the tensors of a collective a moment after the collective has returned, and
     needs the interpreter lock for it. torch 2.6 joins that thread while it holds the lock, and waits for ever (seen about every
     hundredth time; never with 2.13, and not tried in between). And a thread that asks for the lock while Python is ending is ended
-    in a way that aborts the process ("terminate called without an active exception", seen in 4 of 60 runs under load with 2.13). A
+    in a way that aborts the process ("terminate called without an active exception", seen in 5 of 53 runs under load with 2.13). A
     pause without the lock, here and at exit, lets it finish.
     """
     _let_gloo_finish()
