@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from acc_hooks import hooked
 from acc_hooks.align import AlignDevicesHook
 from acc_hooks.hook import ModelHook, add_hook_to_module, attached_hook
 from acc_hooks.prefixed import PrefixedDataset
@@ -22,8 +23,6 @@ from acc_hooks.resident import Residents
 from acc_hooks.tensors import TiedParams
 from acc_hooks.ties import every_tensor, tied_groups
 from acc_ops.devices import DeviceLike
-
-from . import hooked
 
 
 def attach_align_device_hook(

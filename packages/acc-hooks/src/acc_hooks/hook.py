@@ -26,9 +26,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from acc_hooks import hooked
 from acc_hooks.inputs import are_on
-
-from . import hooked
 
 _MOVING_METHODS = ("to", "cpu", "to_empty", "cuda", "npu", "xpu", "mlu", "sdaa", "musa")
 

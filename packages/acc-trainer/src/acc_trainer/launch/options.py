@@ -8,18 +8,20 @@ from acc_ops.options import check_options, option
 
 PRECISIONS = ("no", "fp16", "bf16")
 DYNAMO_BACKENDS = (
-    *(
-        "no",
-        "eager",
-        "aot_eager",
-        "inductor",
-        "aot_ts_nvfuser",
-        "nvprims_nvfuser",
-        "cudagraphs",
-        "ofi",
-        "fx2trt",
-    ),
-    *("onnxrt", "tensorrt", "aot_torchxla_trace_once", "torhchxla_trace_once", "tvm"),
+    "no",
+    "eager",
+    "aot_eager",
+    "inductor",
+    "aot_ts_nvfuser",
+    "nvprims_nvfuser",
+    "cudagraphs",
+    "ofi",
+    "fx2trt",
+    "onnxrt",
+    "tensorrt",
+    "aot_torchxla_trace_once",
+    "torhchxla_trace_once",
+    "tvm",
 )
 DYNAMO_MODES = ("default", "reduce-overhead", "max-autotune")
 
@@ -35,12 +37,20 @@ SECTIONS: dict[str, tuple[str, ...]] = {  # the order of `acc launch --help`
     ),
     "How it trains": ("mixed_precision", "gradient_accumulation_steps"),
     "torch.compile": (
-        *("dynamo_backend", "dynamo_mode", "dynamo_use_fullgraph", "dynamo_use_dynamic"),
+        "dynamo_backend",
+        "dynamo_mode",
+        "dynamo_use_fullgraph",
+        "dynamo_use_dynamic",
         "dynamo_use_regional_compilation",
     ),
     "Several machines": (
-        *("num_machines", "machine_rank", "main_process_ip", "main_process_port", "same_network"),
-        *("rdzv_backend", "rdzv_conf"),
+        "num_machines",
+        "machine_rank",
+        "main_process_ip",
+        "main_process_port",
+        "same_network",
+        "rdzv_backend",
+        "rdzv_conf",
     ),
     "Restarts and logs (by torch.distributed.run)": (
         "max_restarts",
