@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+# ops_data.py, ops_specs.py and ops_checks.py; processes that a test starts inherit the path.
+sys.path.insert(0, str(ROOT / "packages" / "acc-ops" / "tests"))
 
 
 @pytest.fixture

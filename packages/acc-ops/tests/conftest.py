@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,13 @@ import pytest
 import torch.distributed as dist
 
 from acc_ops.world import leave_world
+
+sys.path.insert(
+    0, str(Path(__file__).parent)
+)  # ops_data.py, ops_checks.py and fake_xla.py, which several test files share
+pytest.register_assert_rewrite("ops_checks", "ops_data")
+
+from fake_xla import FakeXla  # noqa: E402 - it is beside this file
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -35,3 +43,12 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment of a script that was started by hand."""
     for name in LAUNCHER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def fake_xla(monkeypatch: pytest.MonkeyPatch) -> FakeXla:
+    """A torch_xla that is imported, whose ranks are the threads of `run_threads`."""
+    made = FakeXla()
+    for name, module in made.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return made

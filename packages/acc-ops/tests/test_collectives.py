@@ -343,6 +343,42 @@ def test_results_share_no_memory_with_each_other_or_the_input() -> None:
     assert len(run_threads(2, call)[0]) == 9
 
 
+def overwritten() -> list[Any]:
+    """What a large broadcast leaves of tensors that are part of larger ones, and whether autograd noticed it."""
+    rank = current_world().rank
+    whole = torch.full((3, 20_000), float(rank))
+    middle = whole[1].requires_grad_()
+    product = torch.ones(20_000, requires_grad=True) * middle
+    broadcast(middle, 0)
+    columns = torch.full((20_000, 2), rank)
+    broadcast(columns[:, 1], 0)
+    noticed = False
+    try:
+        product.sum().backward()
+    except RuntimeError as error:
+        noticed = "modified by an inplace operation" in str(error)
+    return [whole.sum(1).tolist(), columns.sum(0).tolist(), noticed]
+
+
+@pytest.mark.parametrize("run", [run_threads, run_processes])
+def test_a_large_broadcast_writes_into_the_tensor_itself_and_autograd_sees_it(
+    run: Callable[..., list[Any]],
+) -> None:
+    root, other = run(2, overwritten)
+    assert root == [[0.0] * 3, [0, 0], False]
+    assert other == [[20_000.0, 0.0, 20_000.0], [20_000, 0], True]
+
+
+def test_a_large_broadcast_that_does_not_fit_writes_nothing() -> None:
+    def call() -> float:
+        own = torch.ones(20_000 + current_world().rank)
+        with pytest.raises(MismatchError):
+            broadcast(own, 0)
+        return own.sum().item()
+
+    assert run_threads(2, call) == [20_000.0, 20_001.0]
+
+
 class CountingComm:
     """A comm that counts what goes through it."""
 

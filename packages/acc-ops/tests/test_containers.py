@@ -133,6 +133,65 @@ def test_struct_sequences_of_torch_keep_their_type() -> None:
     assert new.values.tolist() == [4.0, 3.0]
 
 
+def test_frozen_slots_are_copied_as_well() -> None:
+    @dataclass(frozen=True)
+    class Slotted:
+        __slots__ = ("ids",)
+        ids: Any
+
+    @dataclass(frozen=True)
+    class Below(Slotted):  # has a __dict__ beside the slots
+        mask: Any = 0
+
+    for before in (Slotted(1), Below(1, 2)):
+        container = container_of(before)
+        assert container is not None
+        after = container.rebuild(before, [value + 1 for value in container.values(before)])
+        assert type(after) is type(before)
+        assert container.values(after) == [value + 1 for value in container.values(before)]
+        assert before.ids == 1
+
+
+def test_what_an_author_registered_counts_for_dataclasses_lists_and_tuples() -> None:
+    @dataclass
+    class Sample:
+        ids: Any
+        source: str  # no data, says its author
+
+    class Point(tuple):  # type: ignore[type-arg]
+        def __new__(cls, x: Any, y: Any) -> Point:
+            return super().__new__(cls, (x, y))
+
+    pytree.register_pytree_node(
+        Sample, lambda s: ([s.ids], s.source), lambda values, source: Sample(*values, source)
+    )
+    with pytest.raises(TypeError, match=r"a Point cannot be rebuilt .*register the class with torch"):
+        container_of(Point(1, 2)).rebuild(Point(1, 2), [3, 4])  # type: ignore[union-attr]
+    pytree.register_pytree_node(Point, lambda p: (list(p), None), lambda values, _: Point(*values))
+    sample = container_of(Sample(1, "web"))
+    assert sample is not None
+    assert sample.values(Sample(1, "web")) == [1]
+    assert sample.rebuild(Sample(1, "web"), [2]) == Sample(2, "web")
+    assert container_of(Point(1, 2)).rebuild(Point(1, 2), [3, 4]) == (3, 4)  # type: ignore[union-attr]
+
+
+def test_a_mapping_that_cannot_be_written_to_is_made_anew_or_named() -> None:
+    class ReadOnly(dict):  # type: ignore[type-arg]
+        def __setitem__(self, key: Any, value: Any) -> None:
+            raise TypeError("read-only")
+
+    class Unmakable(Wrapped):
+        def __init__(self, **data: Any) -> None:
+            super().__init__(data)
+
+    new = container_of(ReadOnly(a=1)).rebuild(ReadOnly(a=1), [2])  # type: ignore[union-attr]
+    assert (type(new), new["a"]) == (ReadOnly, 2)
+    with pytest.raises(
+        TypeError, match=r"a Unmakable cannot be rebuilt with other values: .*give a mapping a __copy__"
+    ):
+        container_of(Unmakable(a=1)).rebuild(Unmakable(a=1), [2])  # type: ignore[union-attr]
+
+
 def test_names_say_how_to_reach_a_value() -> None:
     assert container_of({"a": 1, 2: 3}).names({"a": 1, 2: 3}) == ["['a']", "[2]"]  # type: ignore[union-attr]
     assert container_of(Pair(1, 2)).names(Pair(1, 2)) == [".left", ".right"]  # type: ignore[union-attr]

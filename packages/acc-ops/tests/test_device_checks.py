@@ -50,6 +50,7 @@ def test_bf16_is_the_devices_own_answer(monkeypatch):
 
 
 def test_a_tpu_has_bf16_unless_ignored(monkeypatch):
+    monkeypatch.setattr(devices, "present_kind", lambda: "xla")
     monkeypatch.setattr(
         device_checks, "is_torch_xla_available", lambda check_is_tpu=False, check_is_gpu=False: check_is_tpu
     )
@@ -65,10 +66,17 @@ def test_only_the_first_gaudi_lacks_fp16(monkeypatch):
 
 
 def test_the_device_type_is_cudas_where_there_is_nothing_else(monkeypatch):
-    monkeypatch.setattr(device_checks, "_is_present", lambda kind: False)
+    monkeypatch.setattr(devices, "is_present", lambda row: False)
     assert device_checks.get_current_device_type() == ("cuda", "MULTI_GPU")
-    monkeypatch.setattr(device_checks, "_is_present", lambda kind: kind in ("xpu", "npu"))
-    assert device_checks.get_current_device_type() == ("npu", "MULTI_NPU")
+    monkeypatch.setattr(devices, "is_present", lambda row: row.kind in ("mps", "cuda", "cpu"))
+    assert device_checks.get_current_device_type() == ("cuda", "MULTI_GPU")
+
+
+def test_the_device_type_is_looked_for_in_the_specifications_order(monkeypatch):
+    order = ["mlu", "sdaa", "musa", "npu", "hpu", "xpu", "neuron"]
+    for first, kind in enumerate(order):
+        monkeypatch.setattr(devices, "is_present", lambda row, here=order[first:]: row.kind in here)
+        assert device_checks.get_current_device_type() == (kind, f"MULTI_{kind.upper()}")
 
 
 def test_asking_does_not_wake_the_driver():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import types
 from collections.abc import Iterator
 
@@ -65,7 +64,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeModule]:
         backend="fakeccl",
         distributed_type="MULTI_FAKE",
         rng="fake",
-        memory=devices._torch_memory,
+        memory=devices.torch_memory,
     )
     monkeypatch.setattr(torch, "privateuseone", module, raising=False)
     monkeypatch.setattr(devices, "DEVICE_TABLE", (row, *DEVICE_TABLE))
@@ -148,7 +147,7 @@ def test_the_memory_of_the_cpu_is_the_systems() -> None:
 def test_a_kind_that_cannot_tell_its_memory_says_so(
     fake: FakeModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    silent = dataclasses.replace(devices.DEVICE_TABLE[0], memory=None)
+    silent = devices.DEVICE_TABLE[0]._replace(memory=None)
     monkeypatch.setattr(devices, "DEVICE_TABLE", (silent, *DEVICE_TABLE))
     with pytest.raises(DeviceError, match="memory of privateuseone:0 is not known"):
         memory_info("privateuseone:0")
@@ -172,3 +171,48 @@ def test_asking_does_not_start_cuda() -> None:
 
 def test_the_kind_without_float64_is_known() -> None:
     assert [row.kind for row in DEVICE_TABLE if not row.float64] == ["mps"]
+
+
+def test_a_kind_is_not_there_before_torch_can_use_it(
+    fake: FakeModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later = devices.DEVICE_TABLE[0]._replace(since=(99, 0))
+    monkeypatch.setattr(devices, "DEVICE_TABLE", (later, *DEVICE_TABLE))
+    assert present_kind() != "privateuseone"
+    assert device_row("xpu").since == (2, 7)
+
+
+def test_a_kind_of_one_device_is_waited_for_without_naming_it(
+    fake: FakeModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        devices, "DEVICE_TABLE", (devices.DEVICE_TABLE[0]._replace(single=True), *DEVICE_TABLE)
+    )
+    monkeypatch.setattr(fake, "synchronize", lambda: fake.calls.append("synchronize"))
+    fake.awake = True
+    devices.synchronize()
+    assert fake.calls == ["synchronize"]
+    assert [row.kind for row in DEVICE_TABLE if row.single] == ["mps"]
+
+
+def test_mps_scales_losses_from_torch_2_8_on() -> None:
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    assert device_row("mps").grad_scaler is (version >= (2, 8))
+    assert [row.kind for row in DEVICE_TABLE if not row.grad_scaler and row.kind != "mps"] == [
+        "neuron",
+        "xla",
+    ]
+
+
+def test_the_package_of_a_kind_is_looked_for_with_the_other_libraries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(devices, "is_available", lambda name: asked.append(name) or False)
+    packages = {
+        row.package for row in DEVICE_TABLE if row.package and row.module and not hasattr(torch, row.module)
+    }
+    for row in DEVICE_TABLE:
+        devices.device_module(row)
+    assert set(asked) == packages
+    assert "torch_npu" in packages

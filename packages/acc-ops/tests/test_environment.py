@@ -36,6 +36,10 @@ def test_a_boolean_passes_through():
 
 
 def test_an_odd_word_is_refused():
+    for odd in (None, 2, 1.5):
+        with pytest.raises(ValueError, match=f"got '{odd}'"):
+            str_to_bool(odd)
+    assert str_to_bool(1) == 1
     with pytest.raises(ValueError, match="'perhaps'"):
         str_to_bool("perhaps")
 
@@ -117,6 +121,36 @@ def test_a_cleared_environment_comes_back_exactly():
         os.environ["NEW"] = "1"
         raise KeyError
     assert dict(os.environ) == before
+
+
+def test_blocks_nest_and_undo_each_only_their_own(monkeypatch):
+    monkeypatch.setenv("X", "outside")
+    before = dict(os.environ)
+    with patch_environment(x=1, y=2):
+        with clear_environment(), patch_environment(x=3):
+            assert dict(os.environ) == {"X": "3"}
+        assert (os.environ["X"], os.environ["Y"]) == ("1", "2")
+        with patch_environment(y="inner"):
+            os.environ["Z"] = "kept"
+        assert (os.environ["Y"], os.environ["Z"]) == ("2", "kept")
+    assert dict(os.environ) == {**before, "Z": "kept"}
+    del os.environ["Z"]
+
+
+def test_a_variable_that_cannot_be_set_leaves_none_of_its_block(monkeypatch):
+    monkeypatch.delenv("GOOD", raising=False)
+    with pytest.raises(ValueError, match="null"), patch_environment(good=1, bad="a\0b"):
+        pass
+    assert "GOOD" not in os.environ
+
+
+def test_a_generator_or_a_decorated_function_may_hold_the_block():
+    @patch_environment(inside=1)
+    def read():
+        return os.environ["INSIDE"]
+
+    assert (read(), read()) == ("1", "1")
+    assert "INSIDE" not in os.environ
 
 
 def test_lines_for_a_file_leave_out_what_a_shell_would_read(caplog):

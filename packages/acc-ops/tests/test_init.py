@@ -43,3 +43,35 @@ def test_importing_it_loads_no_torch_and_using_it_nothing_slow() -> None:
     )
     made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert made.strip() == "False []"
+
+
+ALONE = (
+    "world",
+    "comm",
+    "collectives",
+    "exchange",
+    "options",
+    "enums",
+    "environment",
+)  # heavier than what follows
+
+
+@pytest.mark.parametrize(
+    ("name", "without"),
+    [
+        ("set_seed", ALONE),
+        ("find_executable_batch_size", ALONE),
+        ("send_to_device", ALONE),
+        ("get_logger", ("collectives", "exchange", "tree", "options", "enums", "watch")),
+        ("gather", ("options", "option_fields", "enums", "environment", "watch", "xla_comm", "rng_sharing")),
+        ("join_world", ("collectives", "tree", "options", "enums", "watch", "xla_comm")),
+    ],
+)
+def test_a_name_is_imported_with_what_it_needs_only(name: str, without: tuple[str, ...]) -> None:
+    code = (
+        f"import sys, torch; before = set(sys.modules); from acc_ops import {name}; "
+        f"import acc_ops; late = set(sys.modules) - before; "
+        f"print([m for m in {without!r} if 'acc_ops.' + m in late], [m for m in late if not m.startswith('acc_ops')])"
+    )
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert made.strip() == "[] []"

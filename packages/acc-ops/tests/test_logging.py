@@ -10,10 +10,11 @@ import uuid
 import pytest
 import torch
 
+from acc_ops import logging as acc_logging
 from acc_ops.collectives import MismatchError, gather
 from acc_ops.logging import MultiProcessAdapter, get_logger
 from acc_ops.testing import run_threads
-from acc_ops.world import current_world
+from acc_ops.world import current_world, join_world
 
 
 class Recorder(logging.Handler):
@@ -98,6 +99,56 @@ def test_the_record_names_the_callers_line(log):
     assert {record.funcName for record in log.recorder.records} == {"test_the_record_names_the_callers_line"}
 
 
+def test_every_way_of_speaking_names_the_callers_line(log):
+    def speak():
+        log.error("x")
+        log.critical("x", main_process_only=False)
+        log.warning("x", in_order=True)
+        try:
+            raise KeyError("y")
+        except KeyError:
+            log.exception("x")
+
+    run_threads(1, speak)
+    assert {record.funcName for record in log.recorder.records} == {"speak"}
+    assert len(log.recorder.records) == 4
+    assert log.recorder.records[-1].exc_info[0] is KeyError
+
+
+def test_extra_of_the_adapter_and_of_the_call_reach_the_record(log):
+    log.info("x", extra={"step": 3})
+    adapter = MultiProcessAdapter(log.logger, {"run": "a", "step": 1})
+    adapter.info("x", extra={"step": 4})
+    adapter.info("x")
+    one, two, three = log.recorder.records
+    assert one.step == 3
+    assert (two.run, two.step) == ("a", 4)
+    assert (three.run, three.step) == ("a", 1)
+
+
+def test_a_line_that_nobody_sees_asks_for_no_world(log, monkeypatch):
+    monkeypatch.setattr(acc_logging, "current_world", lambda: pytest.fail("costly"))
+    log.debug("x")
+    log.debug("x", main_process_only=False)
+    assert log.recorder.texts == []
+
+
+def test_worker_threads_of_a_process_log_as_its_rank(log, no_launcher):
+    join_world(cpu=True)
+    threads = [threading.Thread(target=log.info, args=("x %d", index)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(log.recorder.texts) == [f"[RANK 0] x {index}" for index in range(4)]
+
+
+def test_in_order_does_not_hang_where_a_filter_drops_one_ranks_line(log):
+    log.logger.addFilter(lambda record: "RANK 1" not in record.getMessage())
+    run_threads(3, lambda: log.info("x", in_order=True))
+    assert log.recorder.texts == ["[RANK 0] x", "[RANK 2] x"]
+
+
 def test_a_given_stacklevel_is_kept(log):
     _, options = log.process("x", {"stacklevel": 7})
     assert options["stacklevel"] == 7
@@ -136,6 +187,9 @@ def test_the_level_is_the_loggers_alone(monkeypatch):
 def test_an_unknown_level_is_refused():
     with pytest.raises(ValueError, match="log_level='loud' is no log level"):
         get_logger("test.level.e", "loud")
+    with pytest.raises(ValueError, match=r"log_level=1\.5 is no log level"):
+        get_logger("test.level.e", 1.5)
+    assert get_logger("test.level.e", logging.ERROR).logger.level == logging.ERROR
 
 
 def test_an_unknown_level_of_the_environment_names_the_variable(monkeypatch):

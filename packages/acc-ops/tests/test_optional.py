@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import json
+import os
+import subprocess
 import sys
 from importlib import metadata
 
@@ -210,3 +213,121 @@ def test_megatron_needs_its_variable_and_the_library(install, monkeypatch):
 def test_numpy_has_a_minimum():
     assert optional.is_numpy_available() == is_available("numpy", "1.25.0")
     assert not optional.is_numpy_available("99")
+
+
+def test_a_dotted_name_is_found_without_importing_its_parent(install):
+    install("brokenlib", "1.0", code="raise RuntimeError('imported')")
+    install("brokenlib.inner", "1.0")
+    assert is_available("brokenlib.inner")
+    assert not is_available("brokenlib.nothing")
+    assert not is_available("brokenlib.inner.nothing")
+    assert not is_available("a_library_nobody_has.inner")
+
+
+OPTIONAL = [
+    "aim",
+    "amdsmi",
+    "bitsandbytes",
+    "boto3",
+    "clearml",
+    "comet_ml",
+    "datasets",
+    "deepspeed",
+    "dvclive",
+    "import_timer",
+    "lomo_optim",
+    "matplotlib",
+    "megatron.core",
+    "mlflow",
+    "msamp",
+    "numpy",
+    "pandas",
+    "peft",
+    "pynvml",
+    "pytest",
+    "rich",
+    "sagemaker",
+    "schedulefree",
+    "swanlab",
+    "tensorboard",
+    "timm",
+    "torchao",
+    "torchdata",
+    "torchvision",
+    "tqdm",
+    "trackio",
+    "transformer_engine",
+    "transformers",
+    "triton",
+    "wandb",
+]
+IMPORT_IT = {
+    "is_bitsandbytes_multi_backend_available",
+    "is_transformer_engine_mxfp8_available",
+    "is_habana_gaudi1",
+}
+ASKING = """
+import json, sys
+
+class Finder:  # first in line: sees every look-up
+    seen = []
+    def find_spec(self, name, path=None, target=None):
+        self.seen.append(name)
+
+import {module} as module
+checks = [name for name in vars(module) if name.startswith("is_") and name.endswith("_available")]
+checks = [name for name in checks if name not in {leave}]
+first = {{name: getattr(module, name)() for name in checks}}
+sys.meta_path.insert(0, Finder())
+assert first == {{name: getattr(module, name)() for name in checks}}
+torch = sys.modules.get("torch")
+print(json.dumps({{
+    "answers": first,
+    "looked for again": Finder.seen,
+    "loaded": [name for name in {libraries} if name in sys.modules],
+    "torch": torch is not None,
+    "awake": torch is not None and (torch.cuda.is_initialized() or torch.xpu.is_initialized()),
+}}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "libraries"),
+    [("acc_ops.optional", OPTIONAL), ("acc_ops.device_checks", ["torch_xla", "transformer_engine"])],
+)
+def test_questions_import_no_library_wake_no_driver_and_look_once(tmp_path, module, libraries):
+    for name in libraries:  # each is installed, and fails when it is imported; `megatron`, a parent, too
+        folder = tmp_path.joinpath(*name.split("."))
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").write_text(f"raise RuntimeError('{name} was imported')")
+        (folder.parent / "__init__.py").write_text(f"raise RuntimeError('the parent of {name} was imported')")
+        info = tmp_path / f"{name}-3.99.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name.replace('.', '-')}\nVersion: 3.99\n"
+        )
+    made = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            ASKING.format(module=module, leave={"is_available", *IMPORT_IT}, libraries=libraries),
+        ],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)]),
+            "ACCELERATE_USE_MEGATRON_LM": "true",
+            "ACCELERATE_ENABLE_RICH": "true",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert made.returncode == 0, made.stderr
+    said = json.loads(made.stdout)
+    assert said["looked for again"] == said["loaded"] == []
+    assert not said["awake"]
+    if module == "acc_ops.optional":
+        assert not said["torch"]
+        assert [name for name, answer in said["answers"].items() if answer is not True] == []
+    else:
+        assert said["answers"]["is_torch_xla_available"] is True

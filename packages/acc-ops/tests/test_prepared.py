@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import datetime
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -24,7 +26,8 @@ from acc_ops.collectives import (
     reduce,
     scatter,
 )
-from acc_ops.testing import run_threads
+from acc_ops.prepared import MayDiffer, Prepared, prepare
+from acc_ops.testing import count_calls, run_threads
 from acc_ops.world import current_world
 
 
@@ -168,3 +171,156 @@ def test_a_nested_tensor_is_called_one() -> None:
     jagged = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
     with pytest.raises(TypeError, match="got one that is nested"):
         gather(jagged)
+
+
+@dataclass(frozen=True)
+class Point:
+    x: object
+
+
+class Text(str, Enum):
+    A = "a"
+
+
+class Alike(type):
+    """Classes that are equal when they have as many letters in their name."""
+
+    def __eq__(cls, other: object) -> bool:
+        return isinstance(other, Alike) and len(cls.__name__) == len(other.__name__)
+
+    def __hash__(cls) -> int:
+        return len(cls.__name__)
+
+
+class One(OrderedDict, metaclass=Alike):  # type: ignore[type-arg]
+    pass
+
+
+class Two(OrderedDict, metaclass=Alike):  # type: ignore[type-arg]
+    pass
+
+
+LEAF = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({1: LEAF}, {1.0: LEAF}),
+        ({1: LEAF}, {True: LEAF}),
+        ({0.0: LEAF}, {-0.0: LEAF}),
+        ({"a": LEAF}, {Text.A: LEAF}),
+        ({(1,): LEAF}, {(1.0,): LEAF}),
+        ({Point(1): LEAF}, {Point(True): LEAF}),
+        (OrderedDict({1: LEAF}), OrderedDict({1.0: LEAF})),
+        (One(a=LEAF), Two(a=LEAF)),
+        ([LEAF], (LEAF,)),
+        ({"a": LEAF}, {"b": LEAF}),
+        ([LEAF, [LEAF]], [[LEAF], LEAF]),
+    ],
+)
+def test_what_is_equal_but_not_the_same_stays_a_mismatch_after_either_was_seen(one: Any, other: Any) -> None:
+    for data in (one, other):
+        run_threads(2, lambda data=data: gather(data))
+
+    def call() -> str:
+        with pytest.raises(MismatchError) as caught:
+            gather(one if current_world().rank == 0 else other)
+        return str(caught.value)
+
+    first, second = run_threads(2, call)
+    assert first == second
+
+
+def test_data_that_changes_between_two_calls_is_seen_as_it_is() -> None:
+    def call() -> list[Any]:
+        data: dict[str, Any] = {"a": torch.ones(1)}
+        seen = [gather(data)]
+        data["a"] = torch.ones(2, dtype=torch.int64)
+        seen.append(gather(data))
+        data["b"] = [torch.zeros(1)]
+        seen.append(gather(data))
+        data["a"].resize_(4).fill_(5)
+        seen.append(gather(data))
+        del data["b"]
+        seen.append(gather(data))
+        data["a"] = "text"
+        with pytest.raises(TypeError, match="is a str"):
+            gather(data)
+        return seen
+
+    two, five = torch.ones(4, dtype=torch.int64), torch.full((8,), 5)
+    expected: list[Any] = [
+        {"a": torch.ones(2)},
+        {"a": two},
+        {"a": two, "b": [torch.zeros(2)]},
+        {"a": five, "b": [torch.zeros(2)]},
+        {"a": five},
+    ]
+    for seen in run_threads(2, call):
+        assert str(seen) == str(expected)
+
+
+class Tagged(Tensor):
+    """A user's tensor class."""
+
+
+def test_a_tensor_class_of_the_users_travels_like_the_tensor_it_is() -> None:
+    plain = torch.arange(6.0).reshape(2, 3)
+    tagged = plain.as_subclass(Tagged)
+
+    def call(leaf: Tensor) -> list[Any]:
+        data = {"x": leaf, "y": [leaf[:1], leaf]}
+        return [
+            [torch.Tensor.tolist(part) for part in (made["x"], *made["y"])]
+            for made in (gather(data), reduce(data, "sum"), broadcast(data))
+        ]
+
+    for leaf in (plain, tagged, plain):
+        assert run_threads(2, lambda leaf=leaf: call(leaf)) == [call_by_hand(plain)] * 2
+
+
+def call_by_hand(plain: Tensor) -> list[Any]:
+    leaves = [plain, plain[:1], plain]
+    return [
+        [torch.cat([leaf, leaf]).tolist() for leaf in leaves],
+        [(leaf + leaf).tolist() for leaf in leaves],
+        [leaf.tolist() for leaf in leaves],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: torch.ones(2, device="meta"), "on the meta device"),
+        (lambda: torch.ones(2).to_sparse(), r"torch\.sparse_coo"),
+        (lambda: torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.quint8), "quantized"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor")  # which torch is about to drop
+def test_tensors_without_plain_data_are_refused_every_time(make: Callable[[], Tensor], said: str) -> None:
+    if said == "quantized" and not hasattr(torch, "quantize_per_tensor"):
+        pytest.skip("this torch has no quantized tensors")
+    for _ in range(2):
+        with pytest.raises(TypeError, match=f"got one that is {said}"):
+            gather([torch.ones(2), make()])
+
+
+def prepared(data: Any) -> Prepared:
+    return prepare("gather", data, current_world(), may_differ=MayDiffer.ROWS)
+
+
+def test_the_like_of_what_was_seen_is_looked_up() -> None:
+    first = {f"a{i}": torch.ones(i + 1, 7) for i in range(50)}
+    like = {name: leaf + 1 for name, leaf in first.items()}
+    found_out = count_calls(lambda: prepared(first))
+    assert count_calls(lambda: prepared(like)) < found_out / 5
+    assert prepared(like).plan is prepared(first).plan
+    assert prepared({1.0: torch.ones(1)}).plan is not prepared({1.0: torch.ones(1)}).plan
+
+
+def test_no_more_than_some_plans_are_kept() -> None:
+    plan = prepared(torch.ones(3, 5)).plan
+    for size in range(300):
+        prepared(torch.ones(size, 5))
+    assert prepared(torch.ones(3, 5)).plan is not plan

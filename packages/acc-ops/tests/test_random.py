@@ -1,4 +1,4 @@
-"""Random numbers are seeded, shared between ranks, and continue where they were."""
+"""Random numbers are seeded, and continue where they were."""
 
 from __future__ import annotations
 
@@ -13,19 +13,8 @@ import pytest
 import torch
 
 from acc_ops import devices
-from acc_ops import random as acc_random
-from acc_ops.collectives import gather
-from acc_ops.enums import RNGType
-from acc_ops.random import (
-    GeneratorMissing,
-    capture_rng,
-    restore_rng,
-    set_seed,
-    synchronize_rng_state,
-    synchronize_rng_states,
-)
+from acc_ops.random import capture_rng, restore_rng, set_seed
 from acc_ops.testing import run_threads
-from acc_ops.world import current_world
 
 
 @pytest.fixture(autouse=True)
@@ -117,8 +106,8 @@ def test_what_is_missing_on_either_side_is_named() -> None:
         assert restore_rng(state) == ["abacus", "python"]
 
 
-def test_numpy_is_left_out_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(acc_random, "is_available", lambda name: False)
+def test_numpy_is_left_out_where_it_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "numpy", raising=False)
     state = capture_rng()
     assert "numpy" not in state
     set_seed(1)
@@ -179,36 +168,10 @@ def test_every_device_of_an_accelerator_is_seeded_kept_and_restored(
         assert restore_rng(state) == ["privateuseone"]
 
 
-def test_ranks_take_over_rank_zeros_generator() -> None:
-    def call() -> list[int]:
-        generator = torch.Generator().manual_seed(10 + current_world().rank)
-        synchronize_rng_states(["generator"], generator)
-        return gather(torch.randint(1000, (1,), generator=generator)).tolist()
-
-    for drawn in run_threads(3, call):
-        assert len(set(drawn)) == 1
-
-
-def test_torchs_own_generator_can_be_shared() -> None:
-    torch.manual_seed(1)
-    expected = torch.rand(1)
-    torch.manual_seed(1)
-    synchronize_rng_state(RNGType.TORCH)
-    assert torch.equal(torch.rand(1), expected)
-
-
-@pytest.mark.parametrize("kind", ["generator", "npu"])
-def test_a_generator_that_is_not_there_is_named(kind: str) -> None:
-    with pytest.raises(GeneratorMissing, match=f"'{kind}'"):
-        synchronize_rng_state(RNGType(kind))
-    assert issubclass(GeneratorMissing, AssertionError)
-
-
-def test_an_unknown_name_is_refused_before_anything_is_sent() -> None:
-    with pytest.raises(ValueError, match="dice"):
-        synchronize_rng_states(["torch", "dice"])
-    with pytest.raises(ValueError, match="got None"):
-        synchronize_rng_state()
+@pytest.mark.parametrize("part", ["python", "torch"])
+def test_a_part_that_holds_no_state_is_named(part: str) -> None:
+    with pytest.raises(ValueError, match=f"'{part}'.* is no state .*capture_rng"):
+        restore_rng({**capture_rng(), part: 3})
 
 
 def test_the_module_hides_nothing_of_pythons_random() -> None:

@@ -77,6 +77,43 @@ def test_contradictions_are_named(environ: dict[str, str], said: str) -> None:
         read_ranks(environ)
 
 
+def test_pmi_has_two_names_for_the_local_numbers() -> None:
+    environ = {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4"}
+    ranks = read_ranks(environ)
+    assert (ranks.launcher, ranks.local_rank, ranks.local_size) == ("pmi", 1, 4)
+
+
+def test_srun_for_mpi_tells_which_ranks_share_a_machine_in_its_own_variables() -> None:
+    slurm = {
+        "SLURM_PROCID": "5",
+        "SLURM_STEP_NUM_TASKS": "8",
+        "SLURM_LOCALID": "1",
+        "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+        "SLURM_NODEID": "1",
+    }
+    ranks = read_ranks({"PMI_RANK": "5", "PMI_SIZE": "8", "PMIX_RANK": "5", **slurm})
+    assert (ranks.launcher, ranks.local_rank, ranks.local_size) == ("slurm", 1, 4)
+    inside = read_ranks(
+        {"PMI_RANK": "1", "PMI_SIZE": "2", **slurm}
+    )  # an mpirun inside the step is a world of its own
+    assert (inside.launcher, inside.rank, inside.size) == ("pmi", 1, 2)
+
+
+def test_pmix_beside_open_mpi_changes_nothing_and_alone_names_no_size() -> None:
+    open_mpi = dict(zip(NAMES["openmpi"], ("5", "8", "1", "4"), strict=True))
+    assert read_ranks({**open_mpi, "PMIX_RANK": "5"}) == read_ranks(open_mpi)
+    with pytest.raises(RanksError, match="PMIX_RANK=5 is set but WORLD_SIZE is not"):
+        read_ranks({"PMIX_RANK": "5"})
+    assert read_ranks({"PMIX_RANK": "0"}) == Ranks()
+
+
+@pytest.mark.parametrize("launcher", NAMES)
+def test_a_rank_without_its_size_is_an_error_for_every_launcher(launcher: str) -> None:
+    rank, size, _, _ = NAMES[launcher]
+    with pytest.raises(RanksError, match=f"{rank}=1 is set but {size} is not"):
+        read_ranks({rank: "1"})
+
+
 def test_the_local_rank_is_the_rank_on_a_single_machine() -> None:
     ranks = read_ranks({"WORLD_SIZE": "2", "LOCAL_RANK": "1"})
     assert (ranks.rank, ranks.local_rank, ranks.local_size) == (1, 1, 2)

@@ -13,24 +13,26 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from acc_ops import tree
+from acc_ops.batches import (
+    concatenate,
+    find_batch_size,
+    ignorant_find_batch_size,
+    pad_input_tensors,
+    slice_tensors,
+)
 from acc_ops.testing import count_calls
 from acc_ops.tree import (
     TensorInformation,
-    concatenate,
-    find_batch_size,
     find_device,
     flatten,
     get_data_structure,
     get_shape,
     honor_type,
-    ignorant_find_batch_size,
     initialize_tensors,
     leaves_with_paths,
     listify,
-    pad_input_tensors,
     recursively_apply,
     send_to_device,
-    slice_tensors,
     unflatten,
 )
 
@@ -132,6 +134,17 @@ def test_a_shared_tensor_moves_once_per_call() -> None:
     assert out["a"] is out["b"][0] is out["b"][1][0]
 
 
+def test_tensors_that_are_made_as_they_are_asked_for_are_told_apart() -> None:
+    class Lazy(UserDict):  # type: ignore[type-arg]
+        def __getitem__(self, key: str) -> Tensor:
+            return torch.ones(int(key))
+
+    rows = [Lazy({str(i): None}) for i in range(1, 9)]
+    assert [moved.data[key].shape[0] for moved in send_to_device(rows, META) for key in moved.data] == list(
+        range(1, 9)
+    )
+
+
 def test_objects_with_a_to_of_their_own_move_themselves() -> None:
     class Own:
         def __init__(self, device: str = "cpu") -> None:
@@ -170,6 +183,11 @@ def test_copies_to_the_cpu_are_never_left_unfinished() -> None:
     send_to_device(Spy(), "cpu", non_blocking=True)
     send_to_device(Spy(), META, non_blocking=True)
     assert seen == [False, True]
+
+
+def test_a_skip_key_that_is_none_is_named() -> None:
+    with pytest.raises(TypeError, match=r"skip_keys is a key or a collection of keys, got 1; write \[1\]"):
+        send_to_device({1: torch.ones(1)}, META, skip_keys=1)  # type: ignore[arg-type]
 
 
 def test_a_device_that_is_none_is_named() -> None:
@@ -229,6 +247,27 @@ def test_batches_are_joined_with_lists_and_constants() -> None:
     assert concatenate([3]) == 3
 
 
+def test_what_has_no_dimension_is_stacked_whatever_the_dimension() -> None:
+    batches = [
+        {"loss": torch.tensor(1.0), "x": torch.ones(2, 1)},
+        {"loss": torch.tensor(2.0), "x": torch.ones(2, 2)},
+    ]
+    joined = concatenate(batches, dim=1)
+    assert joined["loss"].tolist() == [1.0, 2.0]
+    assert joined["x"].shape == (2, 3)
+    with pytest.raises(
+        TypeError, match=r"batch\['x'\].*dimension 2, which all must have; they are \(2, 1\), \(2, 2\)"
+    ):
+        concatenate(batches, dim=2)
+
+
+def test_records_without_tensors_are_no_lists_of_samples() -> None:
+    kind = type(torch.ones(2, 2).max(dim=1))
+    assert concatenate([kind(["a", None])] * 2) == kind(["a", None])
+    assert concatenate([Pair("a", 1)] * 2) == Pair("a", 1)
+    assert concatenate([torch.Size([2, 3])] * 2) == torch.Size([2, 3])
+
+
 @pytest.mark.parametrize(
     ("batches", "said"),
     [
@@ -237,6 +276,11 @@ def test_batches_are_joined_with_lists_and_constants() -> None:
         ([{"a": torch.ones(1)}, {"a": 2}], r"batch\['a'\].*Tensor, int"),
         ([{"a": torch.ones(1)}, {"b": torch.ones(1)}], "keys or lengths differ"),
         ([[torch.ones(1)], [torch.ones(1)] * 2], "keys or lengths differ"),
+        (
+            [{"a": torch.ones(1, 2)}, {"a": torch.ones(1, 3)}],
+            r"batch\['a'\].*dimension 0.*\(1, 2\), \(1, 3\)",
+        ),
+        ([{"a": torch.ones(1, 2)}, {"a": torch.ones(1)}], r"batch\['a'\].*\(1, 2\), \(1,\)"),
     ],
 )
 def test_batches_that_do_not_fit_are_named(batches: list[Any], said: str) -> None:

@@ -30,6 +30,10 @@ from acc_ops.units import convert_bytes, convert_file_size_to_int, dtype_byte_si
         ("16b", 2),
         (".5KiB", 512),
         ("0.1GB", 10**8),
+        ("10 gIb", 10 * 2**30 // 8),
+        ("3tib", 3 * 2**40 // 8),
+        ("7 TIB", 7 * 2**40),
+        ("1.MB", 10**6),
     ],
 )
 def test_sizes_are_read(text, size):
@@ -52,6 +56,12 @@ def test_numbers_pass():
         "1e3KB",
         "5 GB more",
         "5iB",
+        "-5",
+        "1e3",
+        "1,5GB",
+        "1_000KB",
+        "\u0663GB",  # a digit, but none of ours
+        ".GB",
         -1,
         -0.5,
         float("nan"),
@@ -82,19 +92,28 @@ def test_units_are_exact(number, prefix):
         (torch.int8, 1),
         (torch.uint64, 8),
         (torch.complex64, 8),
-        (torch.bool, 1 / 8),
-        (torch.uint4, 1 / 2),
-        (torch.uint2, 1 / 4),
+        (torch.bool, 1),
+        (torch.uint4, 1),
+        (torch.quint4x2, 1 / 2),
         (CustomDtype.FP8, 1),
         (CustomDtype.INT4, 1 / 2),
         (CustomDtype.INT2, 1 / 4),
         ("float16", 2),
         ("torch.int64", 8),
         ("int4", 1 / 2),
+        ("torch.uint4", 1),
     ],
 )
 def test_element_sizes(dtype, size):
     assert dtype_byte_size(dtype) == size
+
+
+@pytest.mark.parametrize(
+    "dtype", sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
+)
+def test_every_dtype_is_as_large_as_torch_stores_it(dtype):
+    stored = torch.empty(64, dtype=dtype).untyped_storage().nbytes() / 64
+    assert dtype_byte_size(dtype) == stored
 
 
 @pytest.mark.parametrize("bad", ["float15", torch.ones, None, 3])

@@ -64,7 +64,8 @@ class Door(ModuleType):
 
 def _definer(home: Home) -> ModuleType:
     """The module that has the name in its `__dict__`: ours, or the owning door for a name that is not built."""
-    return importlib.import_module(home.module or home.owner)
+    name = home.module or home.owner
+    return sys.modules.get(name) or importlib.import_module(name)
 
 
 def _past(home: Home) -> list[Any]:

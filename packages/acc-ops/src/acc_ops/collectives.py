@@ -37,8 +37,8 @@ from acc_ops.packing import (
     unpack_ragged,
 )
 from acc_ops.prepared import Arguments, MayDiffer, Prepared, prepare
-from acc_ops.tree import flatten, unflatten
-from acc_ops.wire import check_reduction, check_root, mean_of_shares, share_of_mean
+from acc_ops.tree import flatten, leaves_with_paths, unflatten
+from acc_ops.wire import check_reduction, check_root, mean_of_shares, same_memory, scaled, share_of_mean
 from acc_ops.world import World, current_world
 
 __all__ = [
@@ -83,14 +83,14 @@ def gather(tensor: Any, world: World | None = None) -> Any:
         return tensor
     if not world.verify:
         _raise_error(ready)
-        joined = unpack_joined(world.comm.all_gather(ready.packed()), ready.layout)
+        joined = unpack_joined(world.comm.all_gather(ready.packed()), ready.plan.layout)
         return unflatten(ready.structure, ready.back_to_devices(joined))
     agreement = agree(world, ready.call, ready.packed)
     rows = agreement.payloads
     if rows is None:  # nothing but empty tensors
         rows = torch.empty(world.size, 0, dtype=torch.uint8, device=ready.device)
     if agreement.exact:
-        joined = unpack_joined(rows, ready.layout)
+        joined = unpack_joined(rows, ready.plan.layout)
     else:
         sizes = _sizes_of_ranks(world, ready, agreement.sizes)
         joined = unpack_ragged(rows, [_layout_with_rows(ready, of_rank) for of_rank in sizes])
@@ -101,7 +101,7 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0, world: Worl
     """New tensors that combine every rank's by `reduction`: mean, sum, max, min, or none (copies of this rank's own).
 
     Dtypes stay, but the mean of integers and bools is a float, on any number of ranks; the sum of bools is `or`. A mean does not overflow
-    where its result does not, and smaller dtypes than float32 are rounded once. `scale` only acts on XLA devices. Raises ValueError for
+    where its result does not, and smaller dtypes than float32 are rounded once. `scale` multiplies the result on XLA devices only. Raises ValueError for
     another `reduction`, TypeError for other leaves than tensors, and MismatchError.
     """
     world = world or current_world()
@@ -116,32 +116,45 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0, world: Worl
             mean_of_shares(total, world.size, leaf.dtype)
             for total, leaf in zip(combined, ready.leaves, strict=True)
         ]
+    if scale != 1.0 and world.device.type == "xla":
+        combined = [scaled(leaf, scale) for leaf in combined]
     return unflatten(ready.structure, combined)
 
 
 def broadcast(tensor: Any, from_process: int = 0, world: World | None = None) -> Any:
     """Overwrite every tensor with rank `from_process`'s, in place, and return the same object.
 
-    Raises ValueError when `from_process` is no rank, TypeError for other leaves than tensors, and MismatchError.
+    Raises ValueError when `from_process` is no rank or several elements of a tensor are one (`expand`), TypeError for other leaves than
+    tensors, and MismatchError.
     """
     world = world or current_world()
     _, error = tried(lambda: check_root(from_process, world.size, "from_process"))
     ready = prepare("broadcast", tensor, world, root=from_process, error=error)
+    if ready.call.error is None:
+        _, error = tried(lambda: _check_writable(ready))
+        ready = ready if error is None else ready._replace(call=ready.call._replace(error=error))
     if world.size == 1 or not world.verify:
         _raise_error(ready)
     if world.size == 1:
         return tensor
     is_root = world.rank == from_process
+    into, _ = (None, None) if is_root else tried(ready.memory)
     if world.verify:
-        payloads = agree(world, ready.call, ready.packed if is_root else None).payloads
+        payloads = agree(world, ready.call, ready.packed if is_root else None, into).payloads
         row = None if payloads is None else payloads[0]
     else:
-        empty = torch.empty(ready.layout.num_bytes, dtype=torch.uint8, device=ready.device)
-        row = world.comm.broadcast(ready.packed() if is_root else empty, from_process)
-    if row is not None and not is_root:
-        with torch.no_grad():
-            for leaf, value in zip(ready.leaves, unpack(row, ready.layout), strict=True):
-                leaf.detach().copy_(value)
+        room = ready.packed() if is_root else into
+        if room is None:
+            room = torch.empty(ready.plan.layout.num_bytes, dtype=torch.uint8, device=ready.device)
+        row = world.comm.broadcast(room, from_process)
+    if row is None or is_root:
+        return tensor
+    if into is not None and same_memory(row, into):
+        torch.autograd.graph.increment_version(ready.leaves[0])  # as copy_ would
+        return tensor
+    with torch.no_grad():
+        for leaf, value in zip(ready.leaves, unpack(row, ready.plan.layout, copy=False), strict=True):
+            leaf.detach().copy_(value)
     return tensor
 
 
@@ -181,7 +194,9 @@ def pad_across_processes(
         _padded(leaf, target, dim, pad_index, pad_first)
         for leaf, target in zip(ready.leaves, targets, strict=True)
     ]
-    originals, structure = flatten(tensor)
+    if plain is tensor:
+        return unflatten(ready.structure, padded)
+    originals, structure = flatten(tensor)  # with the nested tensors, which stay
     kept = [old if old.is_nested else new for old, new in zip(originals, padded, strict=True)]
     return unflatten(structure, kept)
 
@@ -241,6 +256,19 @@ def _raise_error(ready: Prepared) -> None:
         raise ready.call.error
 
 
+def _check_writable(ready: Prepared) -> None:
+    for leaf in ready.leaves:
+        if 0 in leaf.stride() and any(
+            n > 1 and not step for n, step in zip(leaf.shape, leaf.stride(), strict=True)
+        ):
+            paths = leaves_with_paths(ready.structure.template)
+            path = next(path for path, other in paths if other is leaf)
+            raise ValueError(
+                f"broadcast writes into tensors, but {path} is expanded: several of its elements are one number in memory "
+                f"(shape {tuple(leaf.shape)}, strides {leaf.stride()}); pass a clone of it"
+            )
+
+
 def _sizes_of_ranks(world: World, ready: Prepared, told: list[bytes] | None) -> list[list[int]]:
     """Per rank, per leaf: the size the ranks told each other in the header, or do now where it had no room."""
     if told is None:
@@ -253,7 +281,7 @@ def _sizes_of_ranks(world: World, ready: Prepared, told: list[bytes] | None) -> 
 def _layout_with_rows(ready: Prepared, sizes: list[int]) -> Layout:
     metas = [
         (dtype, torch.Size([size, *shape[1:]]) if shape else shape)
-        for (dtype, shape), size in zip(ready.metas, sizes, strict=True)
+        for (dtype, shape), size in zip(ready.plan.metas, sizes, strict=True)
     ]
     return layout_of(tuple(metas))
 
@@ -261,7 +289,7 @@ def _layout_with_rows(ready: Prepared, sizes: list[int]) -> Layout:
 def _check_arguments(reduction: str, scale: float, device: torch.device) -> None:
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
-    if scale != 1.0:
+    if scale != 1.0 and device.type != "xla":
         warnings.warn(
             f"reduce(scale={scale}) only acts on XLA devices, this is {device}",
             stacklevel=_CALLER_OF_COLLECTIVE,
@@ -274,7 +302,8 @@ def _combined(world: World, ready: Prepared, reduction: str) -> list[Tensor]:
     own, error = tried(lambda: _own_parts(ready, reduction, world.size))
     leaves = own or []
     layout = layout_of(metas_of(leaves))
-    inline = world.verify and layout.num_bytes <= room_bytes(world.size) and ready.device.type == "cpu"
+    on_cpu = ready.device.type == "cpu" and not ready.on_several_devices
+    inline = world.verify and layout.num_bytes <= room_bytes(world.size) and on_cpu
     flats: list[_Flat] | None = None
     if error is None and not inline and world.size > 1:
         flats, error = tried(lambda: _flattened(leaves))
@@ -327,8 +356,9 @@ def _combined_by_dtype(world: World, leaves: list[Tensor], flats: list[_Flat], o
 def _ready_to_pad(data: Any, pad_index: float) -> Any:
     """`data` with stand-ins for its nested tensors, which are warned of; ValueError when a dtype cannot hold `pad_index`."""
     leaves, structure = flatten(data)
+    holds = _known_to_hold if type(pad_index) in (int, float) else _holds
     for dtype in {leaf.dtype for leaf in leaves if not leaf.is_nested}:
-        if not _holds(dtype, pad_index):
+        if not holds(dtype, pad_index):
             raise ValueError(f"pad_index={pad_index!r} does not fit into {dtype}")
     if not any(leaf.is_nested for leaf in leaves):
         return data
@@ -349,6 +379,9 @@ def _holds(dtype: torch.dtype, number: float) -> bool:
     if dtype.is_floating_point or dtype.is_complex:
         return cmath.isfinite(held) or not cmath.isfinite(number)
     return dtype == torch.bool or held == number
+
+
+_known_to_hold = functools.lru_cache(maxsize=64)(_holds)
 
 
 def _padding_texts(dim: int, pad_index: Any, pad_first: bool) -> Arguments:

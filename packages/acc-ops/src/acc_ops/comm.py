@@ -21,9 +21,11 @@ from acc_ops.wire import (
     check_root,
     combine,
     from_bytes,
+    from_ordered,
     overwrite,
     same_memory,
     to_bytes,
+    to_ordered,
     torch_op,
 )
 
@@ -106,9 +108,14 @@ class SoloComm:
 
 
 class TorchComm:
-    """The ranks of a torch.distributed process group (None: the default group). Roots are ranks of that group."""
+    """The ranks of a torch.distributed process group (None: the default group). Roots are ranks of that group.
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    A rank that waits longer than `warn_after_s` seconds (default: ACC_WARN_AFTER in the environment, or 30) logs which ranks are missing and
+    what they do. Raises CommError when a rank has ended, left, or does not come within the group's timeout; what a backend without a CPU
+    part sends is up to that backend.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, warn_after_s: float | None = None) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise CommError(
                 "torch.distributed is not initialised: call join_world() or init_process_group() first"
@@ -120,6 +127,10 @@ class TorchComm:
             raise CommError("this process is not a member of the given process group")
         self._backends = _backends_by_device(group)
         self.control_device = self._wire_device(torch.device("cpu"))
+        from acc_ops.watch import watch_of  # noqa: PLC0415 - a process without a group need not wait for it
+
+        self.watch = watch_of(group, warn_after_s)
+        self._in_slices = self._backends.get("cpu") == "gloo"
 
     def backend(self, kind: str) -> str | None:
         """The group's backend for tensors on devices of this kind, such as `nccl` for `cuda`."""
@@ -129,8 +140,10 @@ class TorchComm:
         wire = self._to_wire(tensor)
         out = torch.empty(self.size * wire.numel(), dtype=torch.uint8, device=wire.device)
         if wire.numel():
-            _all_gather_single(out, wire, group=self.group)
-        return as_typed(out, tensor.dtype, (self.size, *tensor.shape)).to(tensor.device)
+            work = _all_gather_single(out, wire, group=self.group, async_op=True)
+            self._finish(work, "all_gather", wire)
+        gathered = as_typed(out, tensor.dtype, (self.size, *tensor.shape))
+        return gathered if wire is tensor else gathered.to(tensor.device)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         check_reduction(op, tensor.dtype)
@@ -140,8 +153,14 @@ class TorchComm:
             return overwrite(tensor, self.all_gather(tensor).prod(0))
         wire = arithmetic(tensor, op).to(self._wire_device(tensor.device))
         wire = wire.contiguous()
+        ordered = op in ("max", "min") and wire.is_floating_point()
+        if ordered:
+            wire = to_ordered(wire, op)
         if wire.numel():
-            dist.all_reduce(wire, torch_op(op, tensor.dtype), group=self.group)
+            work = dist.all_reduce(wire, torch_op(op, tensor.dtype), group=self.group, async_op=True)
+            self._finish(work, "all_reduce", wire)
+        if ordered:
+            wire = from_ordered(wire)
         if same_memory(wire, tensor):
             return tensor
         return overwrite(tensor, torch.view_as_complex(wire) if tensor.is_complex() else wire)
@@ -150,7 +169,8 @@ class TorchComm:
         check_root(root, self.size)
         wire = self._to_wire(tensor)
         if wire.numel():
-            dist.broadcast(wire, self._global(root), group=self.group)
+            work = dist.broadcast(wire, self._global(root), group=self.group, async_op=True)
+            self._finish(work, "broadcast", wire)
         if self.rank == root or same_memory(wire, tensor):
             return tensor
         return overwrite(tensor, as_typed(wire, tensor.dtype, tensor.shape))
@@ -162,12 +182,13 @@ class TorchComm:
             wires = [self._to_wire(part.to(out.device)) for part in check_parts(parts, self.size, root)]
         wire = torch.empty_like(self._to_wire(out))
         if wire.numel():
-            dist.scatter(wire, wires, self._global(root), group=self.group)
+            work = dist.scatter(wire, wires, self._global(root), group=self.group, async_op=True)
+            self._finish(work, "scatter", wire)
         return overwrite(out, as_typed(wire, out.dtype, out.shape))
 
     def barrier(self) -> None:
         ready = torch.ones(1, device=self.control_device)
-        dist.all_reduce(ready, group=self.group)
+        self._finish(dist.all_reduce(ready, group=self.group, async_op=True), "barrier", ready)
         ready.item()  # an accelerator's queue has to have come here, too
 
     def all_gather_object(self, obj: Any) -> list[Any]:
@@ -196,6 +217,13 @@ class TorchComm:
         parts = [from_bytes(blob.ljust(longest, b"\0")) for blob in blobs]  # pickles know where they end
         return pickle.loads(to_bytes(self.scatter(parts if self.rank == root else None, out, root).cpu()))
 
+    def _finish(self, work: Any, name: str, wire: Tensor) -> None:
+        """Wait for a collective: gloo's in slices, which an accelerator's cannot be, as its host does not wait at all."""
+        if self._in_slices and wire.device.type == "cpu":
+            self.watch.wait(work, name)
+        else:
+            work.wait()
+
     def _control(self, numbers: list[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self.control_device)
 
@@ -212,7 +240,8 @@ class TorchComm:
         return torch.device(kind, torch.get_device_module(kind).current_device())
 
     def _to_wire(self, tensor: Tensor) -> Tensor:
-        return as_bytes(tensor).to(self._wire_device(tensor.device))
+        wire = as_bytes(tensor)
+        return wire if wire.device.type in self._backends else wire.to(self._wire_device(wire.device))
 
 
 class Meeting:

@@ -34,8 +34,8 @@ class Container:
         return len(data)
 
     def rebuild(self, data: Any, values: list[Any]) -> Any:
-        """A new container like `data` with other `values`."""
-        return type(data)(values)
+        """A new container like `data` with other `values`. Raises TypeError where its class cannot be made of them."""
+        return _made(type(data), values)
 
 
 class _List(Container):
@@ -64,17 +64,18 @@ class _Mapping(Container):
         return tuple(data)
 
     def rebuild(self, data: Any, values: list[Any]) -> Any:
+        new_items = dict(zip(data, values, strict=True))
         # A copy keeps a default factory and attributes; but a plain copy of an unknown class may share what it wraps.
         if isinstance(data, (dict, UserDict)) or hasattr(type(data), "__copy__"):
-            new = copy.copy(data)
             try:
-                for key, value in zip(list(data), values, strict=True):
+                new = copy.copy(data)
+                for key, value in new_items.items():
                     if value is not data[key]:
                         new[key] = value
+                return new
             except TypeError:  # it is immutable
-                return type(data)(dict(zip(data, values, strict=True)))
-            return new
-        return type(data)(dict(zip(data, values, strict=True)))
+                pass
+        return _made(type(data), new_items)
 
 
 class _Dataclass(Container):
@@ -88,9 +89,7 @@ class _Dataclass(Container):
         return tuple(field.name for field in dataclasses.fields(data) if hasattr(data, field.name))
 
     def rebuild(self, data: Any, values: list[Any]) -> Any:
-        new = copy.copy(
-            data
-        )  # not dataclasses.replace: fields without init, and __post_init__ must not run again
+        new = _copy_of(data)  # not dataclasses.replace: some fields have no init, and __post_init__ has run
         for name, value in zip(self.key(data), values, strict=True):
             object.__setattr__(new, name, value)  # also where it is frozen
         return new
@@ -121,10 +120,7 @@ def container_of(data: Any) -> Container | None:
     kind: Any = type(data)
     if kind in _ATOMS:
         return None
-    known = _container_for(kind)
-    if known is None and kind in pytree.SUPPORTED_NODES:  # asked every time: it may be registered later
-        return _REGISTERED
-    return known
+    return _container_for(kind)
 
 
 LEAF_DATACLASSES: set[type] = set()  # dataclasses of ours that are leaves
@@ -141,17 +137,45 @@ _REGISTERED = _Registered()
 
 
 def _container_for(kind: type) -> Container | None:
+    # A mapping even where it is registered, as transformers' ModelOutput is: there its keys have no names.
     if issubclass(kind, Mapping):
         return _MAPPING
+    if issubclass(kind, tuple) and hasattr(kind, "_fields") and hasattr(kind, "_make"):
+        return _NAMED_TUPLE
+    is_struct_sequence = hasattr(kind, "n_sequence_fields")
+    if kind in (list, tuple, torch.Size) or is_struct_sequence:
+        return _PLAIN
+    if kind in pytree.SUPPORTED_NODES:  # asked every time: it may be registered later
+        return _REGISTERED
     if issubclass(kind, tuple):
-        return _NAMED_TUPLE if hasattr(kind, "_fields") and hasattr(kind, "_make") else _PLAIN
-    if issubclass(kind, list) and kind not in pytree.SUPPORTED_NODES:
-        return _LIST
+        return _PLAIN
     if issubclass(kind, list):
-        return _PLAIN if kind is list else _REGISTERED
+        return _LIST
     if dataclasses.is_dataclass(kind) and kind not in LEAF_DATACLASSES and not issubclass(kind, nn.Module):
         return _DATACLASS
     return None
+
+
+def _made(kind: type[Any], content: Any) -> Any:
+    try:
+        return kind(content)
+    except TypeError as error:
+        raise TypeError(
+            f"a {kind.__name__} cannot be rebuilt with other values: {kind.__name__}({type(content).__name__} of its values) raises "
+            f"{error}; give a mapping a __copy__, or register the class with torch.utils._pytree.register_pytree_node"
+        ) from error
+
+
+def _copy_of(data: Any) -> Any:
+    try:
+        return copy.copy(data)
+    except dataclasses.FrozenInstanceError:  # copy sets slots in the way that is frozen
+        make, arguments, state = data.__reduce_ex__(4)[:3]
+        new = make(*arguments)
+        for attributes in state:  # those in __dict__, or None, and those in slots
+            for name, value in (attributes or {}).items():
+                object.__setattr__(new, name, value)
+        return new
 
 
 def _registered(data: Any) -> Any:

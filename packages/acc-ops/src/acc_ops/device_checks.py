@@ -11,14 +11,15 @@ from acc_ops import devices
 from acc_ops.environment import parse_flag_from_env
 from acc_ops.optional import compare_versions, is_available, is_torch_version, is_transformer_engine_available
 
-# The kinds that are named before CUDA, in the specification's order.
-_BEFORE_CUDA = ("mlu", "sdaa", "musa", "npu", "hpu", "xpu", "neuron")
-
 
 def get_current_device_type() -> tuple[str, str]:
     """The kind of this machine's accelerators and the specification's name for several of them; CUDA's where there are none."""
-    kind = next((kind for kind in _BEFORE_CUDA if _is_present(kind)), "cuda")
-    return kind, devices.device_row(kind).distributed_type
+    several = (row for row in devices.DEVICE_TABLE if row.distributed_type.startswith("MULTI_"))
+    row = next(
+        (row for row in several if row.kind not in ("cpu", "cuda") and devices.is_present(row)),
+        devices.device_row("cuda"),
+    )
+    return row.kind, row.distributed_type
 
 
 def is_cuda_available() -> bool:
@@ -33,7 +34,7 @@ def is_rocm_available() -> bool:
 
 def is_mps_available(min_version: str = "1.12") -> bool:
     """Whether torch is `min_version` or later and can use Apple's GPU."""
-    return is_torch_version(">=", min_version) and torch.backends.mps.is_available()
+    return is_torch_version(">=", min_version) and _is_present("mps")
 
 
 @functools.cache
@@ -108,9 +109,9 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
     """Whether the machine's device computes in bfloat16; a TPU does, unless `ignore_tpu`."""
-    if is_torch_xla_available(check_is_tpu=True):
-        return not ignore_tpu
     row = devices.device_row(devices.present_kind())
+    if row.kind == "xla" and is_torch_xla_available(check_is_tpu=True):
+        return not ignore_tpu
     supported = getattr(devices.device_module(row), "is_bf16_supported", None)
     return row.autocast_bf16 if supported is None else bool(supported())
 
@@ -144,6 +145,7 @@ def _is_present(kind: str) -> bool:
 
 
 def _answers(kind: str, check_device: bool) -> bool:
-    if not _is_present(kind):
+    row = devices.device_row(kind)
+    if not devices.is_present(row):
         return False
-    return not check_device or devices.device_count(kind) > 0
+    return not check_device or bool(getattr(devices.device_module(row), "is_available", lambda: True)())

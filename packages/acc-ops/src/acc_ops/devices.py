@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+
+from acc_ops.optional import is_available
 
 DeviceLike = int | str | torch.device
 
@@ -26,17 +26,21 @@ class MemoryInfo(NamedTuple):
     total_bytes: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeviceRow:
-    """What is particular about one kind of device."""
+class DeviceRow(NamedTuple):
+    """What is particular about one kind of device. Give the columns by name."""
 
     kind: str  # torch.device(...).type
-    module: str | None = None  # the attribute of `torch` with the device's functions; None: there is none
-    package: str | None = None  # the package that adds that attribute to torch
     backend: str  # of torch.distributed
-    visibility: str | None = None  # the variable that limits which devices a process sees
     distributed_type: str  # the specification's name for several of them
     rng: str  # the specification's name for their random generator
+    module: str | None = None  # the attribute of `torch` with the device's functions; None: there is none
+    stand_in: str | None = (
+        None  # a module of ours with those functions, where torch has none, once `package` is imported
+    )
+    package: str | None = None  # the package that adds that attribute to torch
+    since: tuple[int, int] = (2, 6)  # the first torch that can use it
+    single: bool = False  # there is only one, and the functions that are about one device take none
+    visibility: str | None = None  # the variable that limits which devices a process sees
     autocast_fp16: bool = True
     autocast_bf16: bool = True
     grad_scaler: bool = True  # fp16 losses can be scaled
@@ -44,7 +48,8 @@ class DeviceRow:
     memory: Callable[[Any, int], MemoryInfo] | None = None  # asks (torch module, index)
 
 
-def _torch_memory(module: Any, index: int) -> MemoryInfo:
+def torch_memory(module: Any, index: int) -> MemoryInfo:
+    """The column `memory` of a kind whose module is like `torch.cuda`."""
     return MemoryInfo(*module.mem_get_info(index))
 
 
@@ -60,6 +65,8 @@ def _host_memory(module: Any, index: int) -> MemoryInfo:  # noqa: ARG001 - there
     return MemoryInfo(memory.available, memory.total)
 
 
+_TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
 # In the order in which they are looked for: the more special kind wins.
 DEVICE_TABLE: tuple[DeviceRow, ...] = (
     DeviceRow(
@@ -68,7 +75,8 @@ DEVICE_TABLE: tuple[DeviceRow, ...] = (
         backend="gloo",
         distributed_type="NO",
         rng="mps",
-        grad_scaler=False,
+        single=True,
+        grad_scaler=_TORCH >= (2, 8),
         float64=False,
         memory=_mps_memory,
     ),
@@ -80,7 +88,7 @@ DEVICE_TABLE: tuple[DeviceRow, ...] = (
         visibility="MLU_VISIBLE_DEVICES",
         distributed_type="MULTI_MLU",
         rng="mlu",
-        memory=_torch_memory,
+        memory=torch_memory,
     ),
     DeviceRow(
         kind="sdaa",
@@ -90,7 +98,7 @@ DEVICE_TABLE: tuple[DeviceRow, ...] = (
         visibility="SDAA_VISIBLE_DEVICES",
         distributed_type="MULTI_SDAA",
         rng="sdaa",
-        memory=_torch_memory,
+        memory=torch_memory,
     ),
     DeviceRow(
         kind="musa",
@@ -100,7 +108,7 @@ DEVICE_TABLE: tuple[DeviceRow, ...] = (
         visibility="MUSA_VISIBLE_DEVICES",
         distributed_type="MULTI_MUSA",
         rng="musa",
-        memory=_torch_memory,
+        memory=torch_memory,
     ),
     DeviceRow(
         kind="npu",
@@ -110,7 +118,7 @@ DEVICE_TABLE: tuple[DeviceRow, ...] = (
         visibility="ASCEND_RT_VISIBLE_DEVICES",
         distributed_type="MULTI_NPU",
         rng="npu",
-        memory=_torch_memory,
+        memory=torch_memory,
     ),
     DeviceRow(
         kind="hpu",
@@ -120,8 +128,7 @@ DEVICE_TABLE: tuple[DeviceRow, ...] = (
         visibility="HABANA_VISIBLE_MODULES",
         distributed_type="MULTI_HPU",
         rng="hpu",
-        grad_scaler=False,
-        memory=_torch_memory,
+        memory=torch_memory,
     ),
     DeviceRow(
         kind="cuda",
@@ -130,16 +137,17 @@ DEVICE_TABLE: tuple[DeviceRow, ...] = (
         visibility="CUDA_VISIBLE_DEVICES",
         distributed_type="MULTI_GPU",
         rng="cuda",
-        memory=_torch_memory,
+        memory=torch_memory,
     ),
     DeviceRow(
         kind="xpu",
         module="xpu",
+        since=(2, 7),
         backend="xccl",
         visibility="ZE_AFFINITY_MASK",
         distributed_type="MULTI_XPU",
         rng="xpu",
-        memory=_torch_memory,
+        memory=torch_memory,
     ),
     DeviceRow(
         kind="neuron",
@@ -154,6 +162,7 @@ DEVICE_TABLE: tuple[DeviceRow, ...] = (
     ),
     DeviceRow(
         kind="xla",
+        stand_in="acc_ops.xla",
         package="torch_xla",
         backend="xla",
         visibility="TPU_VISIBLE_CHIPS",
@@ -161,6 +170,7 @@ DEVICE_TABLE: tuple[DeviceRow, ...] = (
         rng="xla",
         autocast_fp16=False,
         grad_scaler=False,
+        memory=torch_memory,
     ),
     DeviceRow(
         kind="cpu",
@@ -173,6 +183,7 @@ DEVICE_TABLE: tuple[DeviceRow, ...] = (
 )
 
 NOT_DEVICES = ("meta",)  # kinds torch knows that hold no memory; `device_row` refuses them
+_WITHOUT_INDEX = ("cpu", *NOT_DEVICES)
 
 
 def present_kind() -> str:
@@ -182,8 +193,8 @@ def present_kind() -> str:
 
 def is_present(row: DeviceRow) -> bool:
     """Whether at least one device of this kind can be used. Does not initialise a driver."""
-    if row.kind == "cpu":
-        return True
+    if row.since > _TORCH:
+        return False
     if row.module is None:  # no functions in torch: somebody has to have chosen the package
         return row.package in sys.modules
     return _has_devices(row)
@@ -193,9 +204,7 @@ def device_count(device: DeviceLike | DeviceRow) -> int:
     """How many devices of the same kind as `device` this process sees; 1 for `cpu`. Does not initialise a driver."""
     row = device if isinstance(device, DeviceRow) else device_row(device)
     module = device_module(row)
-    if row.kind == "cpu":
-        return 1
-    if module is None or (row.kind == "mps" and not torch.backends.mps.is_available()):
+    if module is None:
         return 0
     count = getattr(module, "device_count", None)
     return int(count()) if count is not None else int(module.is_available())
@@ -216,11 +225,13 @@ def device_row(device: DeviceLike) -> DeviceRow:
 
 
 def device_module(row: DeviceRow) -> Any | None:
-    """torch's module with this kind's functions (`torch.cuda`), or None where there is none."""
+    """torch's module with this kind's functions (`torch.cuda`), ours where torch has none, or None where there is neither."""
     if row.module is None:
-        return None
+        if row.stand_in is None or not is_present(row):
+            return None
+        return importlib.import_module(row.stand_in)
     module = getattr(torch, row.module, None)
-    if module is None and row.package is not None and _can_import(row.package):
+    if module is None and row.package is not None and is_available(row.package):
         importlib.import_module(row.package)
         module = getattr(torch, row.module, None)
     return module
@@ -232,21 +243,12 @@ def canonical_device(device: DeviceLike) -> torch.device:
     A kind without index means its current device (the first one while its driver sleeps). On a machine without an
     accelerator an int names a cuda device, as in device maps made for another machine. Raises DeviceError.
     """
-    if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
-        raise DeviceError(f"a device is an int, a str or a torch.device, got {device!r}")
-    if isinstance(device, int):
-        if device < 0:
-            raise DeviceError(f"a device index must not be negative, got {device}")
-        kind = present_kind()
-        return torch.device("cuda" if kind == "cpu" else kind, device)
-    if isinstance(device, str):
-        try:
-            device = torch.device(device)
-        except RuntimeError as error:
-            raise DeviceError(f"{device!r} does not name a device: {str(error).splitlines()[0]}") from None
-    if device.type in ("cpu", *NOT_DEVICES):
-        return torch.device(device.type)
-    return device if device.index is not None else torch.device(device.type, _current_index(device.type))
+    if not isinstance(device, torch.device):
+        device = _named_device(device)
+    indexed = device.index is not None
+    if device.type in _WITHOUT_INDEX:
+        return torch.device(device.type) if indexed else device
+    return device if indexed else torch.device(device.type, _current_index(device.type))
 
 
 def default_device(local_rank: int = 0) -> torch.device:
@@ -255,22 +257,20 @@ def default_device(local_rank: int = 0) -> torch.device:
     A process that sees a single device takes it whatever its rank. Raises DeviceError when there are too few.
     """
     kind = present_kind()
-    if kind in ("cpu", "mps"):
-        return torch.device(kind, 0) if kind == "mps" else torch.device(kind)
     count = device_count(kind)
     if local_rank >= count > 1:
         raise DeviceError(
             f"local rank {local_rank} has no device: this machine shows {count} {kind} devices; "
             f"start at most {count} processes on it"
         )
-    return torch.device(kind, local_rank if local_rank < count else 0)
+    return canonical_device(torch.device(kind, local_rank if local_rank < count else 0))
 
 
 def set_device(device: DeviceLike) -> None:
     """Make `device` the current one of its kind, where the kind knows a current device."""
     device = canonical_device(device)
     choose = getattr(device_module(device_row(device)), "set_device", None)
-    if device.type != "cpu" and choose is not None:
+    if choose is not None:
         choose(device)
 
 
@@ -279,10 +279,11 @@ def synchronize(device: DeviceLike | None = None) -> None:
     device = canonical_device(present_kind() if device is None else device)
     if device.type in NOT_DEVICES:
         return
-    module = device_module(device_row(device))
-    if module is None or device.type == "cpu" or not _is_awake(module):
+    row = device_row(device)
+    module = device_module(row)
+    if module is None or not _is_awake(module):
         return  # nothing was ever given to it
-    if device.type == "mps":
+    if row.single:
         module.synchronize()
     else:
         module.synchronize(device)
@@ -308,17 +309,23 @@ def memory_info(device: DeviceLike) -> MemoryInfo:
     return row.memory(module, device.index or 0)
 
 
+def _named_device(device: Any) -> torch.device:
+    if isinstance(device, bool) or not isinstance(device, (int, str)):
+        raise DeviceError(f"a device is an int, a str or a torch.device, got {device!r}")
+    if isinstance(device, int):
+        if device < 0:
+            raise DeviceError(f"a device index must not be negative, got {device}")
+        kind = present_kind()
+        return torch.device("cuda" if kind == "cpu" else kind, device)
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise DeviceError(f"{device!r} does not name a device: {str(error).splitlines()[0]}") from None
+
+
 @functools.cache
 def _has_devices(row: DeviceRow) -> bool:
     return device_count(row) > 0
-
-
-@functools.cache
-def _can_import(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # its parent package is not there
-        return False
 
 
 def _is_awake(module: Any) -> bool:

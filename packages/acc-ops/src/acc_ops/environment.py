@@ -32,7 +32,7 @@ class CPUInformation:
 
 def str_to_bool(value: str | bool, to_bool: bool = False) -> int | bool:
     """1 or 0 (True or False with `to_bool`) for a word of yes or no, in any case; ValueError for any other."""
-    truth = value if isinstance(value, bool) else truth_of(value)
+    truth = truth_of(str(value))
     return truth if to_bool else int(truth)
 
 
@@ -91,7 +91,10 @@ def get_cpu_distributed_information() -> CPUInformation:
 
 @contextmanager
 def patch_environment(**kwargs: Any) -> Iterator[None]:
-    """Set variables (names upper-cased, values as text) inside the block; afterwards all of them are as before."""
+    """Set variables (names upper-cased, values as text) inside the block; afterwards all of them are as before.
+
+    The environment is the process's: blocks that overlap in several threads restore what they found, which may be another block's.
+    """
     wanted = {key.upper(): str(value) for key, value in kwargs.items()}
     before = {key: os.environ.get(key) for key in wanted}
     try:
@@ -103,7 +106,7 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
 
 @contextmanager
 def clear_environment() -> Iterator[None]:
-    """An empty environment inside the block; afterwards it is exactly as before, whatever the block set."""
+    """An empty environment inside the block; afterwards it is exactly as before, whatever the block set. See `patch_environment` on threads."""
     before = dict(os.environ)
     os.environ.clear()
     try:

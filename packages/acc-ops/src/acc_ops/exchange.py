@@ -68,10 +68,13 @@ def tried(work: Callable[[], R]) -> tuple[R | None, Exception | None]:
         return None, error
 
 
-def agree(world: World, call: Call, pack: Callable[[], Tensor] | None = None) -> Agreement:
+def agree(
+    world: World, call: Call, pack: Callable[[], Tensor] | None = None, into: Tensor | None = None
+) -> Agreement:
     """Every rank's payload, which `pack` makes (flat uint8), after the ranks saw that they make the same `call`; with a root only its own.
 
-    Ranks other than the root pass None. Raises MismatchError on every rank when the calls differ or one cannot pack, and the error of the
+    Ranks other than the root pass None; they may say `into` which memory, as long as the root's payload, one that did not fit into the
+    header is to be received. Raises MismatchError on every rank when the calls differ or one cannot pack, and the error of the
     call when every rank has the same one. Not for worlds with `verify=False`.
     """
     payload: Tensor | None = None
@@ -84,12 +87,16 @@ def agree(world: World, call: Call, pack: Callable[[], Tensor] | None = None) ->
     num_bytes = 0 if payload is None else payload.numel()
     inline = num_bytes <= room and (payload is None or payload.device.type == "cpu")
     head = _HEAD.pack(_agreed(call), call.exact, num_bytes, inline, call.error is not None) + sizes
-    header = torch.empty(_HEAD.size + room_bytes(world.size), dtype=torch.uint8)
-    header[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+    content = bytearray(_HEAD.size + room_bytes(world.size))
+    content[: len(head)] = head
     if inline and payload is not None:
-        header[len(head) : len(head) + num_bytes] = payload
-    headers = world.comm.all_gather(header.to(world.comm.control_device)).cpu()  # (size, bytes)
-    raw = [to_bytes(row[: len(head)]) for row in headers]
+        content[len(head) : len(head) + num_bytes] = to_bytes(payload)
+    header = torch.frombuffer(content, dtype=torch.uint8)
+    if world.comm.control_device.type != "cpu":
+        header = header.to(world.comm.control_device)
+    headers = world.comm.all_gather(header).cpu()  # (size, bytes)
+    told = to_bytes(headers)
+    raw = [told[start : start + len(head)] for start in range(0, len(told), len(content))]
     if call.error is not None or any(other[:_AGREED_BYTES] != head[:_AGREED_BYTES] for other in raw):
         _explain(world, call)
     heads = [_HEAD.unpack_from(other) for other in raw]
@@ -98,9 +105,10 @@ def agree(world: World, call: Call, pack: Callable[[], Tensor] | None = None) ->
     payloads: Tensor | None = None
     if max(lengths) > 0:
         if all(heads[rank][3] for rank in senders):
-            payloads = headers[senders[0] : senders[-1] + 1, len(head) : len(head) + max(lengths)]
+            rows = headers if call.root < 0 else headers[call.root : call.root + 1]
+            payloads = rows[:, len(head) : len(head) + max(lengths)]
         else:
-            payloads = _carry(world, call, payload, max(lengths))
+            payloads = _carry(world, call, into if payload is None else payload, max(lengths))
     return Agreement(
         payloads=payloads,
         lengths=lengths,
@@ -124,7 +132,8 @@ def digest_of(*parts: Any) -> bytes:
     return hashlib.blake2b("\n".join(_texts(parts)).encode(), digest_size=16).digest()
 
 
-_HEAD = struct.Struct("=16s16sqBB")  # agreed, exact, payload bytes, payload is inside, this rank has an error
+# agreed, exact, payload bytes, payload is inside, this rank has an error; filled up, so that what follows is aligned
+_HEAD = struct.Struct("=16s16sqBB6x")
 _AGREED_BYTES = 16
 
 

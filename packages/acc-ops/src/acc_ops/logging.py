@@ -6,7 +6,6 @@ import logging
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
-from acc_ops.collectives import barrier
 from acc_ops.environment import parse_choice_from_env
 from acc_ops.world import current_world
 
@@ -33,13 +32,16 @@ class MultiProcessAdapter(_Adapter):
         """
         main_process_only = kwargs.pop("main_process_only", True)
         in_order = kwargs.pop("in_order", False)
-        world = current_world()
         speaks = self.isEnabledFor(level)
         if not in_order:
-            if speaks and (world.is_main or not main_process_only):
+            # a line that nobody sees asks for no world
+            if speaks and (not main_process_only or current_world().is_main):
                 text, options = self.process(msg, kwargs)
                 self.logger.log(level, text, *args, **options)
             return
+        from acc_ops.collectives import barrier  # noqa: PLC0415 - most loggers never need the collectives
+
+        world = current_world()
         for _ in range(world.rank):
             barrier(world)
         try:
@@ -51,10 +53,11 @@ class MultiProcessAdapter(_Adapter):
                 barrier(world)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """The text with its rank in front, and a `stacklevel` that names the caller's line."""
+        """The text with its rank in front, the `extra` of the adapter and of the call, and a `stacklevel` that names the caller's line."""
         kwargs.setdefault("stacklevel", 2)  # this adapter's log() is one frame between
-        text, kwargs = super().process(msg, kwargs)
-        return f"[RANK {current_world().rank}] {text}", kwargs
+        if self.extra:  # the standard library's adapter drops what the call gives
+            kwargs["extra"] = {**self.extra, **(kwargs.get("extra") or {})}
+        return f"[RANK {current_world().rank}] {msg}", kwargs
 
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
         """`warning`, once in this logger's life for the same arguments on the same rank."""
@@ -65,20 +68,20 @@ class MultiProcessAdapter(_Adapter):
             self.log(logging.WARNING, *args, **kwargs)
 
 
-def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
+def get_logger(name: str, log_level: str | int | None = None) -> MultiProcessAdapter:
     """The logger `name` with the rank in front of its lines.
 
-    `log_level` (any case; else the variable ACCELERATE_LOG_LEVEL) is set on this logger alone, never on the root; with neither, levels are
+    `log_level` (any case, or a number; else the variable ACCELERATE_LOG_LEVEL) is set on this logger alone, never on the root; with neither, levels are
     untouched. ValueError for an unknown level, saying where it came from.
     """
     logger = logging.getLogger(name)
     source = "log_level" if log_level else _LEVEL_VARIABLE
     given = log_level or parse_choice_from_env(_LEVEL_VARIABLE, "")
-    level = given.strip().upper()
+    level = given.strip().upper() if isinstance(given, str) else given
     if level:
         try:
             logger.setLevel(level)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise ValueError(
                 f"{source}={given!r} is no log level: use debug, info, warning, error or critical"
             ) from error

@@ -9,15 +9,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import nn
 
-from acc_ops.objects import get_pretty_name as get_pretty_name
-from acc_ops.objects import merge_dicts as merge_dicts
-from acc_ops.objects import recursive_getattr as recursive_getattr
-from acc_ops.regions import has_compiled_regions as has_compiled_regions
-from acc_ops.regions import is_compiled_module as is_compiled_module
-from acc_ops.units import convert_bytes as convert_bytes
-from acc_ops.units import convert_file_size_to_int as convert_file_size_to_int
-from acc_ops.units import dtype_byte_size as dtype_byte_size
-from acc_ops.unwrap import extract_model_from_parallel as extract_model_from_parallel
+from acc_ops.unwrap import extract_model_from_parallel
 
 
 def named_module_tensors(

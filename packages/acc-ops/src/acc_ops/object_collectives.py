@@ -180,6 +180,7 @@ def _parts_to_send(
     flat = [flatten(part)[0] for part in parts]
     on_cpu = all(leaf.device.type == "cpu" for leaves in flat for leaf in leaves)
     device = torch.device("cpu") if on_cpu else world.device
+    flat = [[leaf.to(device) for leaf in leaves] for leaves in flat]
     rows = [pack(leaves, layout_of(metas_of(leaves)), device) for leaves in flat]
     num_bytes = max(row.numel() for row in rows)
     small = on_cpu and sum(row.numel() for row in rows) <= room_bytes(world.size) // 2

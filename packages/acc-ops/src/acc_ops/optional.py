@@ -14,10 +14,9 @@ import importlib.util
 import operator
 import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
-
-from acc_ops.environment import parse_flag_from_env
 
 if TYPE_CHECKING:
     from packaging.version import Version
@@ -28,6 +27,7 @@ R = TypeVar("R")
 # module -> the distributions that provide it, where the name differs or several do
 _DISTRIBUTIONS = {
     "comet_ml": ("comet-ml",),
+    "habana_frameworks.torch": ("habana-torch-plugin",),
     "huggingface_hub": ("huggingface-hub",),
     "import_timer": ("import-timer",),
     "lomo_optim": ("lomo-optim",),
@@ -211,7 +211,7 @@ def is_fp8_available() -> bool:
 
 def is_megatron_lm_available() -> bool:
     """Whether ACCELERATE_USE_MEGATRON_LM asks for Megatron-LM and megatron-core 0.8.0 or later is installed."""
-    return parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM") and is_available("megatron.core", "0.8.0")
+    return _is_asked_for("ACCELERATE_USE_MEGATRON_LM") and is_available("megatron.core", "0.8.0")
 
 
 def is_numpy_available(min_version: str = "1.25.0") -> bool:
@@ -226,7 +226,7 @@ def is_pippy_available() -> bool:
 
 def is_rich_available() -> bool:
     """Whether rich is installed and ACCELERATE_ENABLE_RICH asks for it."""
-    return is_available("rich") and parse_flag_from_env("ACCELERATE_ENABLE_RICH")
+    return is_available("rich") and _is_asked_for("ACCELERATE_ENABLE_RICH")
 
 
 def is_tensorboard_available() -> bool:
@@ -239,13 +239,29 @@ def is_weights_only_available() -> bool:
     return is_torch_version(">=", "2.4.0")
 
 
+def _is_asked_for(variable: str) -> bool:
+    from acc_ops.environment import parse_flag_from_env  # noqa: PLC0415  a lazy start is the point
+
+    return parse_flag_from_env(variable)
+
+
 def _can_be_imported(name: str) -> bool:
     if name in sys.modules:
         return sys.modules[name] is not None
     try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):  # a dotted name whose parent is missing, or a parent without a spec
+        return _spec(name) is not None
+    except (ImportError, ValueError):  # a module in sys.modules without a spec
         return False
+
+
+def _spec(name: str) -> ModuleSpec | None:
+    """Like importlib's `find_spec`, which would import the parent of a dotted name."""
+    parent, _, _ = name.rpartition(".")
+    if not parent:
+        return importlib.util.find_spec(name)
+    above = _spec(parent)
+    folders = None if above is None else above.submodule_search_locations
+    return None if folders is None else PathFinder.find_spec(name, list(folders))
 
 
 @functools.cache

@@ -9,12 +9,12 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from acc_ops.wire import as_bytes, combine
+from acc_ops.wire import as_bytes, combine, in_shape
 
 Meta = tuple[torch.dtype, torch.Size]
 
@@ -26,17 +26,7 @@ class Block(NamedTuple):
     shape: torch.Size
     indices: tuple[int, ...]  # of the leaves
     start: int  # byte where the first one starts
-    leaf_bytes: int
-
-    @property
-    def stop(self) -> int:
-        """The byte after the last leaf."""
-        return self.start + self.leaf_bytes * len(self.indices)
-
-    @property
-    def rows(self) -> int:
-        """The size of the first dimension; a leaf without dimensions counts as one row."""
-        return self.shape[0] if self.shape else 1
+    stop: int
 
 
 class Section(NamedTuple):
@@ -45,6 +35,7 @@ class Section(NamedTuple):
     dtype: torch.dtype
     blocks: tuple[Block, ...]
     indices: tuple[int, ...]  # of the leaves, block after block
+    shapes: tuple[torch.Size, ...]  # of each of those leaves
     counts: tuple[int, ...]  # elements of each of those leaves
     start: int
     stop: int
@@ -58,31 +49,24 @@ class Layout(NamedTuple):
     num_bytes: int
 
 
-@functools.lru_cache(maxsize=512)
+@functools.lru_cache(maxsize=128)
 def layout_of(metas: tuple[Meta, ...]) -> Layout:
     """The layout for leaves of these dtypes and shapes, in this order."""
     by_dtype: dict[torch.dtype, dict[torch.Size, list[int]]] = {}
     for index, (dtype, shape) in enumerate(metas):
         by_dtype.setdefault(dtype, {}).setdefault(shape, []).append(index)
-    sections = []
-    start = 0
+    sections: list[Section] = []
     for dtype, by_shape in sorted(by_dtype.items(), key=lambda item: -item[0].itemsize):
+        start = stop = sections[-1].stop if sections else 0
         blocks: list[Block] = []
         for shape, indices in by_shape.items():
-            stop = blocks[-1].stop if blocks else start
-            blocks.append(Block(dtype, shape, tuple(indices), stop, dtype.itemsize * shape.numel()))
-        sections.append(
-            Section(
-                dtype,
-                tuple(blocks),
-                tuple([index for block in blocks for index in block.indices]),
-                tuple([block.shape.numel() for block in blocks for _ in block.indices]),
-                start,
-                blocks[-1].stop,
-            )
-        )
-        start = blocks[-1].stop
-    return Layout(tuple(sections), len(metas), start)
+            stop += dtype.itemsize * shape.numel() * len(indices)
+            blocks.append(Block(dtype, shape, tuple(indices), blocks[-1].stop if blocks else start, stop))
+        order = tuple([index for block in blocks for index in block.indices])
+        shapes = tuple([metas[index][1] for index in order])
+        counts = tuple([shape.numel() for shape in shapes])
+        sections.append(Section(dtype, tuple(blocks), order, shapes, counts, start, stop))
+    return Layout(tuple(sections), len(metas), sections[-1].stop if sections else 0)
 
 
 def metas_of(leaves: Sequence[Tensor]) -> tuple[Meta, ...]:
@@ -90,59 +74,51 @@ def metas_of(leaves: Sequence[Tensor]) -> tuple[Meta, ...]:
     return tuple([(leaf.dtype, leaf.shape) for leaf in leaves])
 
 
-@torch.no_grad()
 def pack(leaves: Sequence[Tensor], layout: Layout, device: torch.device) -> Tensor:
-    """All leaves as flat uint8 on `device`; shares memory when it is a single contiguous leaf there."""
+    """All leaves, which are on one device, as flat uint8 on `device`; shares memory when it is a single contiguous leaf there."""
     if not layout.num_bytes:
         return torch.empty(0, dtype=torch.uint8, device=device)
-    parts = []
-    for section in layout.sections:
-        if section.start < section.stop:
-            members = [leaves[i].reshape(-1) for i in section.indices]
-            parts.append(as_bytes(members[0] if len(members) == 1 else torch.cat(members)).to(device))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    if len(leaves) == 1:
+        return as_bytes(leaves[0]).to(device)
+    row = torch.empty(layout.num_bytes, dtype=torch.uint8, device=leaves[0].device)
+    with torch.no_grad():
+        for section in layout.sections:
+            if section.start == section.stop:
+                continue
+            flat = row[section.start : section.stop].view(section.dtype)
+            if len(section.blocks) > _MANY_BLOCKS:
+                torch.cat([leaves[i].reshape(-1) for i in section.indices], out=flat)
+                continue
+            for block, part in zip(section.blocks, flat.split(_block_counts(section)), strict=True):
+                members = [leaves[i] for i in block.indices]
+                if part.numel():
+                    torch.stack(members, out=part.view(len(members), *block.shape))
+    return row.to(device)
 
 
-def unpack(row: Tensor, layout: Layout) -> list[Tensor]:
-    """The leaves of one row of bytes, each with memory of its own."""
+def unpack(row: Tensor, layout: Layout, *, copy: bool = True) -> list[Tensor]:
+    """The leaves of one row of bytes, each with memory of its own; with `copy=False` they may be views of the row."""
     leaves: list[Tensor] = [row] * layout.num_leaves
     for section in layout.sections:
-        flat = _typed(row[section.start : section.stop].clone(), section.dtype, (sum(section.counts),))
-        _take_apart(flat, section, leaves)
+        members = _elements(row.unsqueeze(0), section)
+        lone = len(section.indices) == 1
+        _take_apart(members.clone() if copy and lone else members, section, section.shapes, leaves, copy=copy)
     return leaves
 
 
 def unpack_joined(rows: Tensor, layout: Layout) -> list[Tensor]:
-    """The leaves of equal rows of bytes (ranks, bytes), joined over the ranks along the first dimension."""
-    num_ranks = rows.shape[0]
+    """The leaves of equal rows of bytes (ranks, bytes), joined over the ranks along the first dimension; a lone leaf may be the rows' memory."""
     leaves: list[Tensor] = [rows] * layout.num_leaves
     for section in layout.sections:
-        total = sum(section.counts)
-        if len(section.blocks) > _MANY_BLOCKS and total <= _SMALL_SECTION:
-            flat = _typed(
-                rows[:, section.start : section.stop].contiguous(), section.dtype, (num_ranks * total,)
-            )
-            flat = flat.index_select(0, _leaf_by_leaf(section.counts, num_ranks).to(flat.device))
-            parts = _split_copy(flat, [count * num_ranks for count in section.counts])
-            blocks = (block for block in section.blocks for _ in block.indices)
-            for index, part, block in zip(section.indices, parts, blocks, strict=True):
-                leaves[index] = part.view(num_ranks * block.rows, *block.shape[1:])
-            continue
-        for block in section.blocks:
-            count = len(block.indices)
-            part = rows[:, block.start : block.stop]
-            if count > 1:
-                part = part.reshape(num_ranks, count, block.leaf_bytes).transpose(0, 1)
-            shape = (count, num_ranks * block.rows, *block.shape[1:])
-            joined = _separate(_typed(part.contiguous(), block.dtype, shape))
-            for index, leaf in zip(block.indices, joined, strict=True):
-                leaves[index] = leaf
+        _take_apart(_elements(rows, section), section, _joined_shapes(section.shapes, rows.shape[0]), leaves)
     return leaves
 
 
 def unpack_ragged(rows: Tensor, layouts: Sequence[Layout]) -> list[Tensor]:
     """The leaves of rows with a layout each, joined over the ranks along the first dimension."""
-    ranks = [unpack(row[: layout.num_bytes], layout) for row, layout in zip(rows, layouts, strict=True)]
+    ranks = [
+        unpack(row[: layout.num_bytes], layout, copy=False) for row, layout in zip(rows, layouts, strict=True)
+    ]
     return [
         torch.cat([leaf if leaf.ndim else leaf.unsqueeze(0) for leaf in members])
         for members in zip(*ranks, strict=True)
@@ -151,13 +127,10 @@ def unpack_ragged(rows: Tensor, layouts: Sequence[Layout]) -> list[Tensor]:
 
 def unpack_combined(rows: Tensor, layout: Layout, op: str) -> list[Tensor]:
     """The leaves of equal rows of bytes (ranks, bytes), combined over the ranks by `op`."""
-    num_ranks = rows.shape[0]
     leaves: list[Tensor] = [rows] * layout.num_leaves
     for section in layout.sections:
-        shape = (num_ranks, sum(section.counts))
-        members = _typed(rows[:, section.start : section.stop].contiguous(), section.dtype, shape)
-        flat = combine(list(members), op)
-        _take_apart(flat, section, leaves)
+        combined = combine(_elements(rows, section).unbind(), op)
+        _take_apart(combined.unsqueeze(0), section, section.shapes, leaves)
     return leaves
 
 
@@ -171,55 +144,68 @@ def sizes_from_bytes(data: bytes) -> list[int]:
     return list(struct.unpack(f"={len(data) // 8}q", data))
 
 
-def _typed(data: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    if not data.numel():
-        return torch.empty(shape, dtype=dtype, device=data.device)
-    data = data.reshape(-1)
-    return (data if dtype == torch.uint8 else data.view(dtype)).view(shape)
-
-
-# Blocks are taken apart one by one while they are few; many small ones together, by an index that orders their elements.
+# Blocks are packed and taken apart one by one while they are few; many blocks are all their leaves, one by one.
 _MANY_BLOCKS = 4
-_SMALL_SECTION = 1 << 16
 
 
-@functools.lru_cache(maxsize=64)
-def _leaf_by_leaf(counts: tuple[int, ...], num_ranks: int) -> Tensor:
-    """Where the elements of (rank, leaf, element) are, in the order (leaf, rank, element)."""
-    total = sum(counts)
-    starts = torch.tensor([0, *counts]).cumsum(0)[:-1].tolist()
-    pieces = [
-        torch.arange(rank * total + start, rank * total + start + count)
-        for start, count in zip(starts, counts, strict=True)
-        for rank in range(num_ranks)
-    ]
-    return torch.cat(pieces)
+@functools.lru_cache(maxsize=128)
+def _joined_shapes(shapes: tuple[torch.Size, ...], num_ranks: int) -> tuple[torch.Size, ...]:
+    """The shapes of leaves joined along the first dimension; one without dimensions counts as one row."""
+    return tuple([torch.Size([num_ranks * (shape[0] if shape else 1), *shape[1:]]) for shape in shapes])
 
 
+def _block_counts(section: Section) -> list[int]:
+    """Elements of each block."""
+    return [block.shape.numel() * len(block.indices) for block in section.blocks]
+
+
+def _elements(rows: Tensor, section: Section) -> Tensor:
+    """What rows of bytes (ranks, bytes) hold of a section, as (ranks, elements) of its dtype; a view where alignment allows."""
+    if section.start == section.stop:
+        return torch.empty((rows.shape[0], 0), dtype=section.dtype, device=rows.device)
+    part = rows
+    if section.stop - section.start < rows.shape[1]:
+        part = rows[:, section.start : section.stop]
+    if section.dtype == torch.uint8:
+        return part
+    itemsize = section.dtype.itemsize
+    if part.storage_offset() % itemsize or part.stride(0) % itemsize:
+        part = part.clone(memory_format=torch.contiguous_format)  # contiguous() may keep offset and stride
+    return part.view(section.dtype)
+
+
+# torch's stubs say that these return nothing
 _split_copy: Any = torch.split_with_sizes_copy
-_unbind_copy: Any = torch.unbind_copy  # torch's stubs say that both return nothing
+_unbind_copy: Any = torch.unbind_copy
 
 
-def _take_apart(flat: Tensor, section: Section, leaves: list[Tensor]) -> None:
-    """Put the leaves of a section, given as its elements in order, where they belong among `leaves`."""
-    if len(section.blocks) > _MANY_BLOCKS:
-        shapes = (block.shape for block in section.blocks for _ in block.indices)
-        for index, part, shape in zip(
-            section.indices, _split_copy(flat, section.counts), shapes, strict=True
-        ):
-            leaves[index] = part.view(shape)
+def _take_apart(
+    members: Tensor,
+    section: Section,
+    shapes: Sequence[torch.Size],
+    leaves: list[Tensor],
+    *,
+    copy: bool = True,
+) -> None:
+    """Put the leaves of a section, given as (ranks, elements), where they belong among `leaves`, in their final `shapes`.
+
+    With `copy` they share no memory with each other: saving one must not save all. A lone leaf may be the memory of `members`.
+    """
+    if len(shapes) == 1:
+        leaves[section.indices[0]] = in_shape(members.contiguous(), shapes[0])
         return
-    sizes = [block.shape.numel() * len(block.indices) for block in section.blocks]
-    for block, part in zip(section.blocks, flat.split(sizes), strict=True):
-        members = part.view(len(block.indices), *block.shape)
-        if members.shape[0] == 1 and len(sizes) > 1:
-            members = members.clone()
-        for index, leaf in zip(block.indices, _separate(members), strict=True):
+    if len(section.blocks) > _MANY_BLOCKS:
+        parts = (_split_copy if copy else torch.split_with_sizes)(members, section.counts, 1)
+        for index, part, shape in zip(section.indices, parts, shapes, strict=True):
+            leaves[index] = (
+                part.resize_(*shape) if shape else part.resize_(())
+            )  # what nobody else has needs no view
+        return
+    first = 0
+    for block, together in zip(section.blocks, members.split(_block_counts(section), 1), strict=True):
+        count = len(block.indices)
+        by_leaf = together.view(members.shape[0], count, block.shape.numel()).transpose(0, 1)
+        by_leaf = by_leaf.reshape(count, *shapes[first])
+        for index, leaf in zip(block.indices, (_unbind_copy if copy else torch.unbind)(by_leaf), strict=True):
             leaves[index] = leaf
-
-
-def _separate(members: Tensor) -> Sequence[Tensor]:
-    """(count, ...) as tensors that share no memory: saving one must not save all."""
-    if members.shape[0] == 1:
-        return (members[0],)
-    return cast(Sequence[Tensor], _unbind_copy(members))
+        first += count

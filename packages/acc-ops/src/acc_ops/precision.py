@@ -16,7 +16,7 @@ P = ParamSpec("P")
 
 def convert_to_fp32(tensor: Any) -> Any:
     """float16 and bfloat16 tensors of a nested structure as float32; everything else, and a structure without any, is passed on as it is."""
-    return recursively_apply(torch.Tensor.float, tensor, test_type=_is_half)
+    return recursively_apply(_as_fp32, tensor)
 
 
 def convert_outputs_to_fp32(model_forward: Callable[P, Any]) -> Callable[P, Any]:
@@ -46,5 +46,6 @@ class ConvertOutputsToFp32:
         )
 
 
-def _is_half(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.float16, torch.bfloat16)
+def _as_fp32(leaf: torch.Tensor) -> torch.Tensor:
+    dtype = leaf.dtype
+    return leaf.float() if dtype is torch.bfloat16 or dtype is torch.float16 else leaf

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import pickle
 from collections.abc import Sequence
 from enum import Enum
@@ -13,9 +14,9 @@ from torch import Tensor
 
 from acc_ops.containers import container_of
 from acc_ops.exchange import Call, Row, digest_of, tried
-from acc_ops.packing import Layout, Meta, layout_of, metas_of, pack, sizes_to_bytes
+from acc_ops.packing import Layout, Meta, layout_of, pack, sizes_to_bytes
 from acc_ops.tree import Structure, flatten, leaves_with_paths
-from acc_ops.wire import from_bytes
+from acc_ops.wire import as_bytes, from_bytes, same_memory
 from acc_ops.world import World
 
 Arguments = tuple[
@@ -31,24 +32,44 @@ class MayDiffer(Enum):
     SIZES = "sizes"  # every size; the number of dimensions agrees
 
 
+class Plan(NamedTuple):
+    """What the structure of data and the facts about its leaves say: found out once, and known when the like is seen again."""
+
+    digest: bytes  # of what has to agree
+    exact: bytes  # digest of the sizes
+    sizes: bytes
+    metas: tuple[Meta, ...]
+    layout: Layout  # where each leaf lies in the row of bytes
+    device: torch.device | None  # of all leaves; None when they are on several or there are none
+
+
 class Prepared(NamedTuple):
     """Nested data, ready to travel."""
 
     call: Call
     leaves: list[Tensor]
     structure: Structure
-    metas: tuple[Meta, ...]
+    plan: Plan
     device: torch.device  # where the bytes are put together
-    on_several_devices: bool = False
 
     @property
-    def layout(self) -> Layout:
-        """Where each leaf lies in the row of bytes of this rank."""
-        return layout_of(self.metas)
+    def on_several_devices(self) -> bool:
+        """Whether the leaves have to be moved to `device` first, and back in the end."""
+        return self.plan.device is None
 
     def packed(self) -> Tensor:
         """The row of bytes of this rank."""
-        return pack(self.leaves, self.layout, self.device)
+        leaves = self.leaves
+        if self.on_several_devices:
+            leaves = [leaf.to(self.device) for leaf in leaves]
+        return pack(leaves, self.plan.layout, self.device)
+
+    def memory(self) -> Tensor | None:
+        """The memory of the only leaf, where that is a row of bytes of this process: what is written there is in the leaf."""
+        if len(self.leaves) != 1 or self.device.type != "cpu" or self.leaves[0].is_inference():
+            return None  # copy_ says when an inference tensor may not be written to
+        row = as_bytes(self.leaves[0])
+        return row if row.data_ptr() and same_memory(row, self.leaves[0]) else None
 
     def back_to_devices(self, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
         """Each of `leaves` on the device of the one it answers to; they come from `device`."""
@@ -77,8 +98,13 @@ def prepare(
         ready, error = tried(lambda: _prepare(name, data, world, root, may_differ, dim, arguments))
     if ready is not None:
         return ready
-    call = Call(name=name, root=root, error=error)
-    return Prepared(call=call, leaves=[], structure=Structure(None, None, 0), metas=(), device=world.device)
+    return Prepared(
+        call=Call(name=name, root=root, error=error),
+        leaves=[],
+        structure=Structure(None, None, 0),
+        plan=_NO_PLAN,
+        device=world.device,
+    )
 
 
 def pickled(obj: Any) -> Tensor:
@@ -96,55 +122,79 @@ def _prepare(
     arguments: Arguments,
 ) -> Prepared:
     leaves, structure = flatten(data)
-    _check_leaves(name, structure, leaves)
-    metas = metas_of(leaves)
-    devices = {leaf.device for leaf in leaves}
-    kinds = tuple([leaf.device.type for leaf in leaves])
-    device = next(iter(devices)) if len(devices) == 1 else world.device
-    digest, exact, sizes = _digests(structure.key, metas, kinds, may_differ, dim, arguments)
+    if structure.num_others:
+        _refuse_others(name, structure.template)
+    plan = _known_plan if structure.exact else _plan
+    found = plan(name, structure.key, _facts_of(name, leaves), may_differ, dim, arguments)
+    device = found.device or world.device
     call = Call(
         name=name,
         root=root,
-        digest=digest,
-        exact=exact,
-        sizes=sizes,
+        digest=found.digest,
+        exact=found.exact,
+        sizes=found.sizes,
         device=device,
         describe=functools.partial(_describe, data, may_differ, arguments),
     )
-    return Prepared(
-        call=call,
-        leaves=leaves,
-        structure=structure,
-        metas=metas,
-        device=device,
-        on_several_devices=len(devices) > 1,
-    )
+    return Prepared(call=call, leaves=leaves, structure=structure, plan=found, device=device)
 
 
-def _check_leaves(name: str, structure: Structure, leaves: list[Tensor]) -> None:
-    if structure.num_others:
-        for path, leaf in leaves_with_paths(structure.template, _root_name(structure.template)):
-            if not isinstance(leaf, Tensor):
-                raise TypeError(
-                    f"{name} takes tensors in nested containers, but {path} is {_an(type(leaf).__name__)}: {leaf!r:.60}; "
-                    "gather_object and broadcast_object_list take other things"
-                )
-    for leaf in leaves:
-        if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_meta or leaf.is_quantized:
+Facts = tuple[torch.dtype, torch.Size, torch.device, torch.layout]  # all that a plan depends on in a leaf
+_facts = operator.attrgetter("dtype", "shape", "device", "layout")
+_is_nested = operator.attrgetter("is_nested")
+
+
+def _refuse_others(name: str, data: Any) -> None:
+    for path, leaf in leaves_with_paths(data, _root_name(data)):
+        if not isinstance(leaf, Tensor):
             raise TypeError(
-                f"{name} takes dense tensors with data, got one that is {_oddity(leaf)}: {leaf.dtype}"
+                f"{name} takes tensors in nested containers, but {path} is {_an(type(leaf).__name__)}: {leaf!r:.60}; "
+                "gather_object and broadcast_object_list take other things"
             )
 
 
-def _oddity(leaf: Tensor) -> str:
-    if leaf.is_meta:
-        return "on the meta device"
-    if leaf.is_nested:
-        return "nested"
-    return "quantized" if leaf.is_quantized else f"{leaf.layout}"
+def _facts_of(name: str, leaves: list[Tensor]) -> tuple[Facts, ...]:
+    if any(map(_is_nested, leaves)):
+        nested = next(filter(_is_nested, leaves))
+        raise TypeError(f"{name} takes dense tensors with data, got one that is nested: {nested.dtype}")
+    return tuple(map(_facts, leaves))
 
 
-@functools.lru_cache(maxsize=512)
+def _plan(
+    name: str, key: Any, facts: tuple[Facts, ...], may_differ: MayDiffer, dim: int, arguments: Arguments
+) -> Plan:
+    for fact in facts:
+        _check(name, *fact)
+    metas = tuple([(dtype, shape) for dtype, shape, _, _ in facts])
+    kinds = tuple([device.type for _, _, device, _ in facts])
+    devices = {device for _, _, device, _ in facts}
+    digest, exact, sizes = _digests(key, metas, kinds, may_differ, dim, arguments)
+    return Plan(
+        digest=digest,
+        exact=exact,
+        sizes=sizes,
+        metas=metas,
+        layout=layout_of(metas),
+        device=devices.pop() if len(devices) == 1 else None,
+    )
+
+
+_known_plan = functools.lru_cache(maxsize=128)(_plan)
+_NO_PLAN = Plan(b"", b"", b"", (), layout_of(()), None)
+
+
+def _check(name: str, dtype: torch.dtype, _: torch.Size, device: torch.device, layout: torch.layout) -> None:
+    if device.type == "meta":
+        oddity = "on the meta device"
+    elif str(dtype).startswith("torch.q"):  # qint8, quint4x2, ...
+        oddity = "quantized"
+    elif layout is not torch.strided:
+        oddity = str(layout)
+    else:
+        return
+    raise TypeError(f"{name} takes dense tensors with data, got one that is {oddity}: {dtype}")
+
+
 def _digests(
     key: Any,
     metas: tuple[Meta, ...],

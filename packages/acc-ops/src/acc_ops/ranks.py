@@ -38,13 +38,13 @@ class Ranks:
 
 
 class _Launcher(NamedTuple):
-    """The variables of one launcher; the first variable that is set and not negative counts."""
+    """The variables of one launcher; of several for one number the first that is set and not negative counts."""
 
     name: str
     rank: str
     size: str
-    local_rank: str
-    local_size: str
+    local_rank: tuple[str, ...]
+    local_size: tuple[str, ...]
 
 
 # In the order they are asked: torchrun may itself have been started by mpirun or srun, never the other way round.
@@ -53,37 +53,37 @@ _LAUNCHERS = (
         name="torchrun",
         rank="RANK",
         size="WORLD_SIZE",
-        local_rank="LOCAL_RANK",
-        local_size="LOCAL_WORLD_SIZE",
+        local_rank=("LOCAL_RANK",),
+        local_size=("LOCAL_WORLD_SIZE",),
     ),
     _Launcher(
         name="openmpi",
         rank="OMPI_COMM_WORLD_RANK",
         size="OMPI_COMM_WORLD_SIZE",
-        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+        local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
+        local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
     ),
     _Launcher(
         name="mvapich",
         rank="MV2_COMM_WORLD_RANK",
         size="MV2_COMM_WORLD_SIZE",
-        local_rank="MV2_COMM_WORLD_LOCAL_RANK",
-        local_size="MV2_COMM_WORLD_LOCAL_SIZE",
+        local_rank=("MV2_COMM_WORLD_LOCAL_RANK",),
+        local_size=("MV2_COMM_WORLD_LOCAL_SIZE",),
     ),
     _Launcher(
-        name="pmi",
+        name="pmi",  # MPICH, Intel MPI, and Cray's launcher, which has names of its own for the local numbers
         rank="PMI_RANK",
         size="PMI_SIZE",
-        local_rank="MPI_LOCALRANKID",
-        local_size="MPI_LOCALNRANKS",
+        local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+        local_size=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
     ),
     # The step's size: SLURM_NTASKS is also set in a batch script that nobody started with srun.
     _Launcher(
         name="slurm",
         rank="SLURM_PROCID",
         size="SLURM_STEP_NUM_TASKS",
-        local_rank="SLURM_LOCALID",
-        local_size="SLURM_STEP_TASKS_PER_NODE",
+        local_rank=("SLURM_LOCALID",),
+        local_size=("SLURM_STEP_TASKS_PER_NODE",),
     ),
 )
 
@@ -97,22 +97,41 @@ def read_ranks(environ: Mapping[str, str] | None = None) -> Ranks:
     environ = os.environ if environ is None else environ
     for launcher in _LAUNCHERS:
         size = _number(environ, launcher.size)
-        if size is not None:
+        if size is not None and not _knows_less_than_slurm(launcher, environ):
             return _ranks_of(launcher, size, environ)
-    for name in ("RANK", "LOCAL_RANK"):
+    sizes = {launcher.rank: launcher.size for launcher in _LAUNCHERS}
+    for name in ("LOCAL_RANK", *_PMIX_RANKS, *sizes):
         value = _number(environ, name)
         if value:  # rank 0 alone may be a leftover; any other rank has siblings that would each train alone
+            missing = sizes.get(name, "WORLD_SIZE")
             raise RanksError(
-                f"{name}={value} is set but WORLD_SIZE is not: start this script with a launcher"
+                f"{name}={value} is set but {missing} is not: start this script with a launcher that says how many ranks "
+                f"there are, or set RANK and WORLD_SIZE"
             )
     return Ranks()
+
+
+_PMIX_RANKS = (
+    "PMIX_RANK",
+)  # PMIx alone (prun) tells a rank and no size; mpirun and srun tell theirs beside it
+
+
+def _knows_less_than_slurm(launcher: _Launcher, environ: Mapping[str, str]) -> bool:
+    """Whether this is what `srun --mpi=pmi2` sets for MPI: its own variables also tell which ranks share a machine."""
+    if launcher.name != "pmi" or any(name in environ for name in launcher.local_rank):
+        return False
+    slurm = _LAUNCHERS[-1]
+    return all(
+        _number(environ, own) == _number(environ, theirs)
+        for own, theirs in ((launcher.rank, slurm.rank), (launcher.size, slurm.size))
+    )
 
 
 def _ranks_of(launcher: _Launcher, size: int, environ: Mapping[str, str]) -> Ranks:
     if size == 0:
         raise RanksError(f"{launcher.size}={environ[launcher.size]!r} must be at least 1")
     rank = _number(environ, launcher.rank)
-    local_rank = _number(environ, launcher.local_rank)
+    local_rank = _first_number(environ, launcher.local_rank)
     local_size = _local_size(launcher, environ)
     if rank is None:
         one_machine = local_size in (None, size)
@@ -127,10 +146,10 @@ def _ranks_of(launcher: _Launcher, size: int, environ: Mapping[str, str]) -> Ran
         local_rank = rank % local_size
     if local_rank >= local_size:
         raise RanksError(
-            f"{launcher.local_rank}={local_rank} must be below {launcher.local_size}={local_size}"
+            f"{launcher.local_rank[0]}={local_rank} must be below {launcher.local_size[0]}={local_size}"
         )
     if local_size > size:
-        raise RanksError(f"{launcher.local_size}={local_size} must be at most {launcher.size}={size}")
+        raise RanksError(f"{launcher.local_size[0]}={local_size} must be at most {launcher.size}={size}")
     return Ranks(
         rank=rank,
         size=size,
@@ -153,23 +172,26 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
     return value if value >= 0 else None
 
 
+def _first_number(environ: Mapping[str, str], names: tuple[str, ...]) -> int | None:
+    return next((value for name in names if (value := _number(environ, name)) is not None), None)
+
+
 def _local_size(launcher: _Launcher, environ: Mapping[str, str]) -> int | None:
     if launcher.name != "slurm":
-        return _number(environ, launcher.local_size)
-    text = environ.get(launcher.local_size, "").strip()  # "4", "2(x3),1": tasks of each node in turn
+        return _first_number(environ, launcher.local_size)
+    (variable,) = launcher.local_size
+    text = environ.get(variable, "").strip()  # "4", "2(x3),1": tasks of each node in turn
     if not text:
         return None
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
-            raise RanksError(
-                f"the environment variable {launcher.local_size} reads like '4' or '2(x3),1', got {text!r}"
-            )
+            raise RanksError(f"the environment variable {variable} reads like '4' or '2(x3),1', got {text!r}")
         counts += [int(match[1])] * int(match[2] or 1)
     node = _number(environ, "SLURM_NODEID") or 0
     if node >= len(counts):
-        raise RanksError(f"SLURM_NODEID={node} is not among the nodes of {launcher.local_size}={text!r}")
+        raise RanksError(f"SLURM_NODEID={node} is not among the nodes of {variable}={text!r}")
     return counts[node]
 
 

@@ -12,8 +12,9 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -23,9 +24,11 @@ import torch.distributed as dist
 
 from acc_ops.comm import CommError, Meeting, ThreadComm
 from acc_ops.devices import DeviceLike, canonical_device
+from acc_ops.watch import say_goodbye
 from acc_ops.world import World, destroy_group, use_world
 
 R = TypeVar("R")
+_GRACE_S = 5.0  # in which the cause comes after what followed from it
 
 
 class RankFailed(RuntimeError):
@@ -92,24 +95,28 @@ def run_threads(
 def run_processes(size: int, target: Callable[..., R], *args: Any, timeout_s: float = 120.0) -> list[R]:
     """What `target(*args)` returns on each of `size` new processes that form a gloo group; picklable, as are the results.
 
-    Raises RankFailed with the traceback of the first rank that raised, or naming those that did not end within `timeout_s`; the
-    processes are ended in any case.
+    Raises RankFailed with the traceback of the first rank that raised anything but a CommError, which follows from another rank's end, or
+    with the exit code of one that ended without a result, or naming those that did not end within `timeout_s`. The processes are ended
+    in any case.
     """
     context = multiprocessing.get_context("spawn")
     home = sys.modules.get(target.__module__)
     work = (target.__module__, getattr(home, "__file__", None), pickle.dumps((target, args)))
     with tempfile.TemporaryDirectory() as folder:
-        pipes, processes = {}, []
+        pipes: dict[Connection, int] = {}
+        processes: list[BaseProcess] = []
         for rank in range(size):
             ours, theirs = context.Pipe(duplex=False)
             meeting = str(Path(folder) / "meeting")
-            process = context.Process(target=_run_rank, args=(rank, size, meeting, theirs, *work))
+            process: BaseProcess = context.Process(
+                target=_run_rank, args=(rank, size, meeting, theirs, *work)
+            )
             process.start()
             theirs.close()
             pipes[ours] = rank
             processes.append(process)
         try:
-            return _collect(pipes, timeout_s)
+            return _collect(pipes, processes, timeout_s)
         finally:
             for process in processes:
                 process.join(timeout=1.0)
@@ -179,10 +186,15 @@ def _run_rank(
         _make_importable(module, file)
         target, args = pickle.loads(work)
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
-        answer = pickle.dumps((True, target(*args)))  # not by the pipe's own pickling: it would share memory
+        result = target(*args)
+        answer = pickle.dumps((result, None, False))  # the pipe's own pickling would share memory
         destroy_group()
-    except BaseException:  # noqa: BLE001 - its text goes to the caller
-        answer = pickle.dumps((False, traceback.format_exc()))
+    except BaseException as error:  # noqa: BLE001 - its text goes to the caller
+        follows = isinstance(error, CommError)
+        answer = pickle.dumps((None, traceback.format_exc(), follows))
+        pipe.send_bytes(answer)
+        say_goodbye(f"raised {type(error).__name__}: {error}", follows=follows)
+        return
     pipe.send_bytes(answer)
 
 
@@ -205,22 +217,35 @@ def _make_importable(module: str, file: str | None) -> None:
         spec.loader.exec_module(loaded)
 
 
-def _collect(pipes: dict[Connection, int], timeout_s: float) -> list[Any]:
+def _collect(pipes: dict[Connection, int], processes: Sequence[BaseProcess], timeout_s: float) -> list[Any]:
+    """The results in rank order; a rank's own error is raised before those that followed from it, which may come first."""
     results: dict[int, Any] = {}
+    followed: dict[int, str] = {}
     waiting = dict(pipes)
     deadline = time.monotonic() + timeout_s
     while waiting:
         ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
-        if not ready:
+        if not ready and not followed:
             late = ", ".join(str(rank) for rank in sorted(waiting.values()))
             raise RankFailed(f"rank {late} did not end within {timeout_s:g} s")
+        if not ready:
+            break
         for pipe in [pipe for pipe in waiting if pipe in ready]:
             rank = waiting.pop(pipe)
             try:
-                good, value = pickle.loads(pipe.recv_bytes())
+                result, error, follows = pickle.loads(pipe.recv_bytes())
             except EOFError:
-                raise RankFailed(f"rank {rank} ended without a result") from None
-            if not good:
-                raise RankFailed(f"rank {rank} raised\n{value}")
-            results[rank] = value
+                processes[rank].join(1.0)
+                code = processes[rank].exitcode
+                raise RankFailed(f"rank {rank} ended without a result, with exit code {code}") from None
+            if error is None:
+                results[rank] = result
+            elif follows:
+                followed[rank] = error
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+            else:
+                raise RankFailed(f"rank {rank} raised\n{error}")
+    if followed:
+        rank = min(followed)
+        raise RankFailed(f"rank {rank} raised\n{followed[rank]}")
     return [results[rank] for rank in sorted(results)]

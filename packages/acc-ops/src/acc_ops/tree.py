@@ -7,7 +7,7 @@ leaves changed, else the very same object is passed on.
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -91,6 +91,7 @@ class Structure(NamedTuple):
     template: Any
     key: Any  # hashable; equal for data of the same nesting, types and keys, with tensors in the same places
     num_others: int  # leaves that are no tensors
+    exact: bool = True  # whether equal keys are the same: not where a dict has a key like 1.0, equal to 1
 
 
 def flatten(data: Any) -> tuple[list[Tensor], Structure]:
@@ -100,10 +101,9 @@ def flatten(data: Any) -> tuple[list[Tensor], Structure]:
     >>> unflatten(structure, [leaf + 1 for leaf in leaves])
     {'a': tensor([2., 2.]), 'b': [tensor([1.])]}
     """
-    leaves: list[Tensor] = []
-    others: list[Any] = []
-    key = _flatten(data, leaves, others)
-    return leaves, Structure(data, key, len(others))
+    flat = _Flat([], [], [])
+    key = _flatten(data, flat)
+    return flat.leaves, Structure(data, key, len(flat.others), not flat.inexact)
 
 
 def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
@@ -144,23 +144,31 @@ def send_to_device(
     What is there already is passed on as it is. Values under `skip_keys` (a str is one key) stay, at every depth. A tensor that
     several places share moves once. Copies to the CPU always wait, as nothing would tell when they are readable.
     """
-    target = device if isinstance(device, torch.device) else canonical_device(device)
+    if skip_keys is None and isinstance(device, torch.device) and _is_there(tensor, device):
+        return tensor
+    target = canonical_device(device)
     if target.type == "cpu":
         non_blocking = False
-    moved: dict[int, Any] = {}
+    moved: dict[
+        int, tuple[Any, Any]
+    ] = {}  # what was moved is kept, as the id of one that has gone may come again
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.device == target:
             return leaf
-        new = moved.get(id(leaf))
-        if new is None:
-            new = moved[id(leaf)] = _to(leaf, target, non_blocking)
-        return new
+        known = moved.get(id(leaf))
+        if known is None:
+            known = moved[id(leaf)] = (leaf, _to(leaf, target, non_blocking))
+        return known[1]
 
     if skip_keys is None:
-        skip: frozenset[Any] = frozenset()
-    else:
+        skip: Collection[Any] = ()
+    elif isinstance(skip_keys, Collection):
         skip = frozenset((skip_keys,) if isinstance(skip_keys, str) else skip_keys)
+    else:
+        raise TypeError(
+            f"skip_keys is a key or a collection of keys, got {skip_keys!r:.60}; write [{skip_keys!r:.60}]"
+        )
     return _mapper(move, _moves_itself, skip=skip)(tensor)
 
 
@@ -183,40 +191,28 @@ def initialize_tensors(data_structure: Any) -> Any:
     )
 
 
-def find_batch_size(data: Any) -> int:
-    """The first dimension of the first tensor that has one, whatever comes before it.
-
-    Raises TypeError when `data` is a leaf but no tensor, and ValueError when no tensor in it has a dimension.
-    """
-    for _, leaf in leaves_with_paths(data):
-        if isinstance(leaf, Tensor) and leaf.ndim > 0:
-            return int(leaf.shape[0])
-    if isinstance(data, Tensor) or container_of(data) is not None:
-        raise ValueError("no batch size: the data has no tensor with at least one dimension")
-    raise TypeError(f"no batch size: expected tensors or containers of tensors, got {type(data).__name__}")
-
-
-def ignorant_find_batch_size(data: Any) -> int | None:
-    """`find_batch_size`, or None where that finds none."""
-    try:
-        return find_batch_size(data)
-    except (ValueError, TypeError):
-        return None
+def first_tensor(data: Any, ndim: int) -> Tensor | None:
+    """The first tensor in `data` with at least `ndim` dimensions."""
+    if isinstance(data, Tensor):
+        return data if data.ndim >= ndim else None
+    if type(data) is dict:
+        values: Iterable[Any] = data.values()
+    else:
+        container = container_of(data)
+        if container is None:
+            return None
+        values = container.values(data)
+    for value in values:
+        found = first_tensor(value, ndim)
+        if found is not None:
+            return found
+    return None
 
 
 def find_device(data: Any) -> torch.device | None:
     """The device of the first tensor, or None."""
-    return next((leaf.device for _, leaf in leaves_with_paths(data) if isinstance(leaf, Tensor)), None)
-
-
-def slice_tensors(
-    data: Any,
-    tensor_slice: slice,
-    process_index: int | None = None,  # noqa: ARG001 - for slice functions of users, which get all four
-    num_processes: int | None = None,  # noqa: ARG001
-) -> Any:
-    """`tensor[tensor_slice]` for every tensor; one without dimensions belongs to the whole batch and stays."""
-    return recursively_apply(lambda tensor: tensor[tensor_slice] if tensor.ndim else tensor, data)
+    found = first_tensor(data, 0)
+    return None if found is None else found.device
 
 
 def listify(data: Any) -> Any:
@@ -231,56 +227,39 @@ def listify(data: Any) -> Any:
     return recursively_apply(plain, data)
 
 
-def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
-    """One batch out of several of the same structure.
-
-    Tensors are joined along `dim` (those without dimensions are stacked), lists and tuples without tensors are chained, and
-    other leaves must be equal and stay. Raises TypeError where they are not, naming the place.
-    """
-    if not isinstance(data, (list, tuple)) or not data:
-        raise TypeError(f"concatenate takes a non-empty list of batches, got {data!r:.100}")
-    return _concatenate(data, dim, "batch")
-
-
-def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Tensors of size `batch_size` in dimension `dim`, zero-padded there to the next multiple of `num_processes`."""
-    if batch_size < 1 or num_processes < 1:
-        raise ValueError(
-            f"batch_size and num_processes must be at least 1, got {batch_size} and {num_processes}"
-        )
-    missing = -batch_size % num_processes
-
-    def pad(leaf: Tensor) -> Tensor:
-        if not missing or not -leaf.ndim <= dim < leaf.ndim or leaf.shape[dim] != batch_size:
-            return leaf
-        shape = list(leaf.shape)
-        shape[dim] = missing
-        return torch.cat([leaf, leaf.new_zeros(shape)], dim)
-
-    return recursively_apply(pad, tensor, error_on_other_type=True)
-
-
 def _mapper(
     func: Callable[[Any], Any],
     test: Callable[[Any], bool],
     other: Callable[[Any], Any] | None = None,
-    skip: frozenset[Any] = frozenset(),
+    skip: Collection[Any] = (),
 ) -> Callable[[Any], Any]:
     """The walk that puts `func(leaf)` for leaves that pass `test` and `other(leaf)` for the rest; `skip` names keys to leave."""
 
+    def tensor_or_other(leaf: Tensor) -> Any:
+        if test(leaf):
+            return func(leaf)
+        return leaf if other is None else other(leaf)
+
+    # what becomes of plain tensors, which are most of the leaves, in one call
+    change = func if test is is_torch_tensor or test is _moves_itself else tensor_or_other
+
     def walk(data: Any) -> Any:
         kind = type(data)
+        if kind is Tensor:
+            return change(data)
         if kind is dict:
             new_dict = None
             for key, value in data.items():
-                new = value if key in skip else walk(value)
+                if skip and key in skip:
+                    continue
+                new = change(value) if type(value) is Tensor else walk(value)
                 if new is not value:
                     if new_dict is None:
                         new_dict = data.copy()
                     new_dict[key] = new
             return data if new_dict is None else new_dict
         if kind is list or kind is tuple:
-            news = [walk(value) for value in data]
+            news = [change(value) if type(value) is Tensor else walk(value) for value in data]
             for new, value in zip(news, data, strict=True):
                 if new is not value:
                     return news if kind is list else tuple(news)
@@ -302,19 +281,47 @@ def _mapper(
     return walk
 
 
-def _flatten(data: Any, leaves: list[Tensor], others: list[Any]) -> Any:
+class _Flat(NamedTuple):
+    """What `_flatten` finds on its way."""
+
+    leaves: list[Tensor]
+    others: list[Any]
+    inexact: list[Any]  # containers whose key may equal another's that is not the same
+
+
+# Of these types, equal means the same: no bool, no float and no class of the user's is among them.
+_EXACT = frozenset({str, bytes, int})
+
+
+def _flatten(data: Any, flat: _Flat) -> Any:
+    """Put the leaves of `data` where they belong; the key of its structure."""
     kind = type(data)
-    if isinstance(data, Tensor):
-        leaves.append(data)
-        return None
     if kind is dict:
-        return (dict, tuple(data), tuple([_flatten(value, leaves, others) for value in data.values()]))
-    container = container_of(data)
-    if container is None:
-        others.append(data)
-        return kind
-    values = tuple([_flatten(value, leaves, others) for value in container.values(data)])
-    return (kind, container.key(data), values)
+        key: Any = tuple(data)
+        values = data.values()
+    elif kind is list or kind is tuple:
+        key, values = len(data), data
+    elif isinstance(data, Tensor):
+        flat.leaves.append(data)
+        return None
+    else:
+        container = container_of(data)
+        if container is None:
+            flat.others.append(data)
+            return kind
+        key, values = container.key(data), container.values(data)
+        if type(kind).__eq__ is not object.__eq__:  # a class that may equal another one
+            flat.inexact.append(data)
+    if not isinstance(key, int) and not _EXACT.issuperset(map(type, key)):
+        flat.inexact.append(data)
+    inside: list[Any] = []
+    for value in values:
+        if type(value) is Tensor:
+            flat.leaves.append(value)
+            inside.append(None)
+        else:
+            inside.append(_flatten(value, flat))
+    return (kind, key, tuple(inside))
 
 
 def _moves_itself(data: Any) -> bool:
@@ -324,6 +331,25 @@ def _moves_itself(data: Any) -> bool:
     return hasattr(data, "to") and not isinstance(data, (dict, UserDict, type))
 
 
+def _is_there(data: Any, target: torch.device) -> bool:
+    """Whether there is nothing to move in plain containers of plain tensors; False where only a closer look tells."""
+    kind = type(data)
+    if kind is dict:
+        data = data.values()
+    elif kind is not list and kind is not tuple:
+        return kind is Tensor and data.device == target
+    for value in data:
+        if type(value) is Tensor:
+            if value.device != target:
+                return False
+        elif type(value) not in _IMMOVABLE and not _is_there(value, target):
+            return False
+    return True
+
+
+_IMMOVABLE = (int, float, bool, str, bytes, type(None))
+
+
 def _to(leaf: Any, device: torch.device, non_blocking: bool) -> Any:
     if non_blocking:
         try:
@@ -331,53 +357,3 @@ def _to(leaf: Any, device: torch.device, non_blocking: bool) -> Any:
         except TypeError:  # an object whose `.to` only knows devices
             return leaf.to(device)
     return leaf.to(device)
-
-
-def _concatenate(batches: Sequence[Any], dim: int, path: str) -> Any:
-    first = batches[0]
-    if len(batches) == 1:
-        return first
-    kinds = {type(batch) for batch in batches}
-    if isinstance(first, Tensor):
-        if not all(isinstance(batch, Tensor) for batch in batches):
-            raise TypeError(f"{path} cannot be concatenated: its types are {_kind_names(kinds)}")
-        return torch.cat([batch if batch.ndim else batch.unsqueeze(0) for batch in batches], dim)
-    if len(kinds) > 1:
-        raise TypeError(f"{path} cannot be concatenated: its types are {_kind_names(kinds)}")
-    container = container_of(first)
-    if container is None:
-        if all(_equal(first, batch) for batch in batches[1:]):
-            return first
-        raise TypeError(
-            f"{path} cannot be concatenated: it is no tensor and differs ({batches[0]!r:.50}, {batches[1]!r:.50}, ...); "
-            "put it into a list of one item per sample"
-        )
-    plain = isinstance(first, (list, tuple)) and not hasattr(first, "_fields")
-    if plain and not any(
-        isinstance(leaf, Tensor) for batch in batches for _, leaf in leaves_with_paths(batch)
-    ):
-        return container.rebuild(first, [item for batch in batches for item in batch])
-    if isinstance(first, Mapping):
-        keys = {frozenset(batch) for batch in batches}
-        rows = [[batch[key] for key in first if key in batch] for batch in batches]
-    else:
-        keys = {container.key(batch) for batch in batches}
-        rows = [container.values(batch) for batch in batches]
-    if len(keys) > 1:
-        raise TypeError(f"{path} cannot be concatenated: its keys or lengths differ ({keys})")
-    columns = zip(*rows, strict=True)
-    joined = [
-        _concatenate(c, dim, path + name) for c, name in zip(columns, container.names(first), strict=True)
-    ]
-    return container.rebuild(first, joined)
-
-
-def _equal(one: Any, other: Any) -> bool:
-    try:
-        return one is other or bool(one == other)
-    except (ValueError, RuntimeError):  # an array has no single truth value
-        return False
-
-
-def _kind_names(kinds: Iterable[type]) -> str:
-    return ", ".join(sorted(kind.__name__ for kind in kinds))

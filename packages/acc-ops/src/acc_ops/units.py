@@ -10,16 +10,16 @@ import torch
 
 from acc_ops.enums import CustomDtype
 
-_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(?:([kmgtpe]?)(i?)(b))?\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*(?:([kmgtpe]?)(i?)(b))?\s*", re.IGNORECASE)
 _POWERS = {prefix: power for power, prefix in enumerate(("", "k", "m", "g", "t", "p", "e"))}
 _CUSTOM_BYTES = {CustomDtype.FP8: 1.0, CustomDtype.INT4: 1 / 2, CustomDtype.INT2: 1 / 4}
-_SUB_BYTE = re.compile(r"torch\.u?int([1-7])")
+_PACKED_BYTES = {torch.quint4x2: 1 / 2, torch.quint2x4: 1 / 4}  # the only ones whose elements share a byte
 
 
 def dtype_byte_size(dtype: torch.dtype | CustomDtype | str) -> float:
-    """Bytes per element: a fraction for types smaller than a byte (INT4, INT2, torch.int1 to uint7), and 1/8 for bool.
+    """Bytes per element, as torch stores it: a whole one for bool and for torch.int4, a fraction for quint4x2 and for CustomDtype's INT4 and INT2.
 
-    Text such as `float16` or `int4` names a type too. ValueError for anything else.
+    Text names a type, too: `float16`, or `int4` for CustomDtype's. ValueError for anything else.
     """
     if isinstance(dtype, str):
         dtype = _dtype_named(dtype)
@@ -27,10 +27,7 @@ def dtype_byte_size(dtype: torch.dtype | CustomDtype | str) -> float:
         return _CUSTOM_BYTES[dtype]
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"a dtype is needed, such as torch.float16, got {dtype!r}")
-    if dtype is torch.bool:
-        return 1 / 8
-    small = _SUB_BYTE.fullmatch(str(dtype))
-    return int(small[1]) / 8 if small else dtype.itemsize
+    return _PACKED_BYTES.get(dtype, dtype.itemsize)
 
 
 def convert_file_size_to_int(size: int | float | str) -> int:
@@ -85,11 +82,12 @@ def _complaint(size: object) -> str:
 
 
 def _dtype_named(name: str) -> torch.dtype | CustomDtype:
-    plain = name.strip().removeprefix("torch.")
-    found = getattr(torch, plain, None)
+    plain = name.strip()
+    if plain in [
+        kind.value for kind in CustomDtype
+    ]:  # before torch's own int4, of which each element takes a byte
+        return CustomDtype(plain)
+    found = getattr(torch, plain.removeprefix("torch."), None)
     if isinstance(found, torch.dtype):
         return found
-    try:
-        return CustomDtype(plain)
-    except ValueError:
-        raise ValueError(f"no dtype is called {name!r}; examples are float32, bfloat16, int8, int4") from None
+    raise ValueError(f"no dtype is called {name!r}; examples are float32, bfloat16, int8, int4")

@@ -46,7 +46,13 @@ def check_parts(parts: Sequence[Any] | None, size: int, root: int) -> Sequence[A
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """The contents of a tensor of any dtype as flat `uint8`; shares memory where the tensor is contiguous."""
-    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.dtype != torch.uint8:
+        tensor = tensor.resolve_conj().resolve_neg()
+    tensor = tensor.contiguous()
+    if tensor.ndim != 1:
+        tensor = tensor.reshape(-1)
     if (
         tensor.stride(0) != 1
     ):  # of at most one element, which is contiguous whatever its stride; but not to view()
@@ -93,8 +99,21 @@ def mean_of_shares(total: Tensor, size: int, dtype: torch.dtype) -> Tensor:
     return mean.to(torch.get_default_dtype())
 
 
+def scaled(tensor: Tensor, scale: float) -> Tensor:
+    """`tensor` times `scale`, in its own dtype."""
+    wide = (
+        tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
+    )  # float8 does not multiply
+    return (wide * scale).to(tensor.dtype)
+
+
 def as_typed(wire: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    return wire.view(dtype).view(shape)
+    return in_shape(wire if dtype == torch.uint8 else wire.view(dtype), shape)
+
+
+def in_shape(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """`tensor.view(shape)`, but sizes that are given one by one are read in half the time."""
+    return tensor.view(*shape) if shape else tensor.view(())
 
 
 def overwrite(tensor: Tensor, value: Tensor) -> Tensor:
@@ -128,6 +147,28 @@ def arithmetic(tensor: Tensor, op: str) -> Tensor:
             return tensor
         return tensor.to(torch.float32)  # bfloat16 on gloo and the float8 kinds: rounded once, at the end
     return tensor.to(_WIDER[tensor.dtype])
+
+
+def to_ordered(wire: Tensor, op: str) -> Tensor:
+    """Floats as integers of the same order, with NaN as the one that wins `op`, max or min.
+
+    A backend's own max keeps a NaN or drops it as the ranks happen to come. The bits of a float are ordered like integers when those of
+    negative ones are turned around (IEEE 754, totalOrder).
+    """
+    wire = wire.float() if wire.itemsize < 4 else wire
+    bits = wire.view(torch.int64 if wire.itemsize == 8 else torch.int32)
+    limits = torch.iinfo(bits.dtype)
+    return _turned(bits).masked_fill_(wire.isnan(), limits.max if op == "max" else limits.min)
+
+
+def from_ordered(keys: Tensor) -> Tensor:
+    """The floats that `to_ordered` made integers of."""
+    return _turned(keys).view(torch.float64 if keys.itemsize == 8 else torch.float32)
+
+
+def _turned(bits: Tensor) -> Tensor:
+    limits = torch.iinfo(bits.dtype)
+    return bits ^ ((bits >> (limits.bits - 1)) & limits.max)
 
 
 def _halvings(size: int) -> int:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import logging
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,15 +41,22 @@ class WorldError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """One process among others: its ranks, its device, and the `comm` to speak with the others."""
+    """One process among others: its ranks, its device, and the `comm` to speak with the others.
 
-    rank: int = 0
+    Raises RanksError for a rank that is not below its size, WorldError when `comm` has another rank or size.
+    """
+
+    rank: int = (
+        0  # among all processes; for a part of them, make a world of `TorchComm(group)` with the group's rank
+    )
     size: int = 1
     local_rank: int = 0  # among the processes of this machine
     local_size: int = 1
-    device: torch.device
+    device: torch.device  # where this process computes; `comm.control_device` is where the program reads from
     comm: Comm = field(repr=False)
-    mesh: DeviceMesh | None = None
+    mesh: DeviceMesh | None = (
+        None  # the same processes along several axes, when somebody made one (`build_mesh`)
+    )
     verify: bool = True  # collectives compare what the ranks hand in before they send it
 
     def __post_init__(self) -> None:
@@ -85,8 +93,7 @@ class World:
         return -(-self.size // self.local_size)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Joined:
+class _Joined(NamedTuple):
     world: World
     group: Any | None  # the default process group it speaks through
     owns_group: bool
@@ -125,14 +132,16 @@ def join_world(
     backend: str | None = None,
     timeout: timedelta | None = None,
     verify: bool = True,
+    warn_after_s: float | None = None,
     **init_process_group_options: Any,
 ) -> World:
     """Become one of the ranks the launcher started, and keep that world for the whole process.
 
     Without a launcher it is a world of one rank and no process group is made. A process group that exists is used as it is.
     `device` defaults to the accelerator with this process's local rank (`cpu=True`: the CPU), `backend` to gloo
-    on the CPU and to gloo for CPU tensors beside the device's own backend elsewhere, `timeout` to torch's. A second call returns the
-    joined world. Raises WorldError when it asks for another device, and when the ranks cannot meet.
+    on the CPU and to gloo for CPU tensors beside the device's own backend elsewhere, `timeout` to torch's. A rank that waits longer than
+    `warn_after_s` seconds for others (default: ACC_WARN_AFTER in the environment, or 30) logs which are missing and what they do. A second call
+    returns the joined world. Raises WorldError when it asks for another device, and when the ranks cannot meet.
     """
     global _joined, _ever_joined
     asked = None if device is None else canonical_device(device)
@@ -144,6 +153,16 @@ def join_world(
         return _rejoin(_joined, asked, verify)
     if group is not None:
         world, owns_group = _reuse(group, asked, backend, verify), False
+        if warn_after_s is not None:
+            TorchComm(warn_after_s=warn_after_s)  # the group's ranks have one watch, which keeps it
+    elif (present_kind() if asked is None else asked.type) == "xla":
+        unused = {
+            "backend": backend,
+            "timeout": timeout,
+            "warn_after_s": warn_after_s,
+            **init_process_group_options,
+        }
+        return _join_xla(verify, [name for name, value in unused.items() if value is not None])
     else:
         ranks = read_ranks()
         chosen = asked if asked is not None else default_device(ranks.local_rank)
@@ -159,7 +178,7 @@ def join_world(
             local_rank=ranks.local_rank if owns_group else 0,
             local_size=ranks.local_size,
             device=chosen,
-            comm=TorchComm() if owns_group else SoloComm(),
+            comm=TorchComm(warn_after_s=warn_after_s) if owns_group else SoloComm(),
             verify=verify,
         )
     _joined = _Joined(world=world, group=_default_group(), owns_group=owns_group)
@@ -172,6 +191,7 @@ def leave_world() -> None:
     global _joined, _derived, _solo
     joined, _joined, _derived, _solo = _joined, None, None, None
     if joined is not None and joined.owns_group and joined.group is _default_group():
+        _tell_others("called leave_world()")
         destroy_group()
 
 
@@ -184,8 +204,17 @@ def destroy_group() -> None:
     in a way that aborts the process ("terminate called without an active exception", seen in 5 of 53 runs under load with 2.13). A
     pause without the lock, here and at exit, lets it finish.
     """
+    _tell_others("destroyed its process group")
     _let_gloo_finish()
     dist.destroy_process_group()
+
+
+def _tell_others(what: str) -> None:
+    """Those that wait for this rank hear what it did, and where."""
+    from acc_ops.vigil import place_of  # noqa: PLC0415 - a process without a group need not wait for it
+    from acc_ops.watch import leave_all  # noqa: PLC0415
+
+    leave_all(f"{what} at {place_of(sys._getframe(1))}")
 
 
 def _let_gloo_finish() -> None:
@@ -273,7 +302,7 @@ def _rejoin(joined: _Joined, asked: torch.device | None, verify: bool) -> World:
         )
     if verify != world.verify:
         world = dataclasses.replace(world, verify=verify)
-        _joined = dataclasses.replace(joined, world=world)
+        _joined = joined._replace(world=world)
     return world
 
 
@@ -288,6 +317,33 @@ def _reuse(group: Any, asked: torch.device | None, backend: str | None, verify: 
             "leave `backend` out to use it"
         )
     return dataclasses.replace(world, device=world.device if asked is None else asked, verify=verify)
+
+
+def _join_xla(verify: bool, unused: list[str]) -> World:
+    """The world of the ranks torch_xla started; bound in this thread where a process has several devices and a thread for each."""
+    global _joined, _ever_joined
+    from acc_ops import xla, xla_comm  # noqa: PLC0415 - needed where there are such devices only
+
+    if unused:
+        logger.warning(
+            "on XLA devices %s has no effect: torch_xla has started the ranks already", ", ".join(unused)
+        )
+    ranks, comm = xla.read_xla_ranks(), xla_comm.XlaComm()
+    world = World(
+        rank=ranks.rank,
+        size=ranks.size,
+        local_rank=ranks.local_rank,
+        local_size=ranks.local_size,
+        device=comm.control_device,
+        comm=comm,
+        verify=verify,
+    )
+    if xla.drives_several() and ranks.size > 1:
+        _bound.set(world)
+    else:
+        _joined = _Joined(world=world, group=None, owns_group=False)
+    _ever_joined = True
+    return world
 
 
 def _needs_group(ranks: Ranks) -> bool:

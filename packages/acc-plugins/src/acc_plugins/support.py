@@ -32,6 +32,11 @@ STRATEGIES = {
 }
 PRECISIONS = ("no", "bf16", "fp16")
 _RUN_ON = ("cpu",)  # the kinds on which the contract tests have been run
+# what is known of a kind that was not run on real hardware
+_KNOWN = {
+    "xla": "its collectives, generators and moves ran with one rank on torch_xla 2.6's CPU device; several ranks only with a stand-in for "
+    "torch_xla; torch_xla 2.9, the newest, does not import beside torch 2.13",
+}
 _NO_DDP = {
     "mps": "torch.distributed has no backend for mps: train on one device, or on cpu",
     "xla": "torch_xla has its own data parallelism, whose strategy is not built yet: train on one device",
@@ -74,7 +79,7 @@ def check_support(strategy: str, precision: str, device_type: str) -> None:
 
 
 def support_table() -> str:
-    """The table as Markdown: a row per strategy and precision, the device kinds in three columns, and the reasons below."""
+    """The table as Markdown: a row per strategy and precision, the device kinds in three columns, the reasons and what is known below."""
     reasons: dict[str, int] = {}  # reason -> the number of its note
     lines = [
         "| strategy | precision | tested on | expected to work, not run on real hardware | does not work |",
@@ -93,4 +98,20 @@ def support_table() -> str:
             lines.append(f"| {strategy} | {precision} | {tested} | {untested} | {refused} |")
     meanings = [f"- **{strategy}**: {meaning}" for strategy, meaning in STRATEGIES.items()]
     notes = [f"{number}. {reason}" for reason, number in reasons.items()]
-    return "\n".join([*lines, "", *meanings, "", "Why it does not work:", "", *notes, ""])
+    known = [f"- **{kind}**: {fact}" for kind, fact in _KNOWN.items()]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            *meanings,
+            "",
+            "Why it does not work:",
+            "",
+            *notes,
+            "",
+            "What was run short of real hardware:",
+            "",
+            *known,
+            "",
+        ]
+    )

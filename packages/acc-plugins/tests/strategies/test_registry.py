@@ -66,7 +66,7 @@ def test_fp8_says_that_it_is_not_built_yet() -> None:
 
 def test_fp16_where_there_is_no_scaler_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="bf16"):
-        choose_precision("fp16", "hpu")
+        choose_precision("fp16", "xla")
 
 
 def test_options_reach_the_precision() -> None:

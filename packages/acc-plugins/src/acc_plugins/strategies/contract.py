@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
+from acc_ops.collectives import barrier
 from acc_ops.testing import run_threads
 from acc_ops.world import World, current_world
 from acc_plugins.outcome import StepOutcome
@@ -164,7 +165,7 @@ class StrategyContract:
             name = f"model_{int(safe)}"
             strategy.save_model(model, strategy.state(model), folder, name, safe=safe)
             strategy.save_optimizer(optimizer, folder, f"optimizer_{int(safe)}")
-            strategy.world.comm.barrier()
+            barrier(strategy.world)
             expected = _train(strategy, model, optimizer, steps=2)
 
             again, other, other_optimizer = self._prepared(adam=True, seed=99)
@@ -179,7 +180,7 @@ class StrategyContract:
         (model,) = strategy.prepare(Bundle(models=[_Tied()])).models
         expected = _copied(strategy.state(model))
         strategy.save_model(model, strategy.state(model), folder, "model")
-        strategy.world.comm.barrier()
+        barrier(strategy.world)
         own = _Tied()
         (other,) = strategy.prepare(Bundle(models=[own])).models
         with torch.no_grad():

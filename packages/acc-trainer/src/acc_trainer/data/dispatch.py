@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from acc_ops.batches import concatenate, find_batch_size
 from acc_ops.object_collectives import scatter
-from acc_ops.tree import concatenate, find_batch_size, honor_type
+from acc_ops.tree import honor_type
 from acc_trainer.data.loader import DataLoaderShard, exact_length
 from acc_trainer.data.shard import Tail
 from acc_trainer.data.skipping import END, Skipped, first_read

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from acc_ops.random import synchronize_rng_states
+from acc_ops.rng_sharing import synchronize_rng_states
 from acc_ops.tree import send_to_device
 from acc_ops.world import World, current_world
 from acc_trainer.data.adapter import (
