@@ -19,10 +19,19 @@ from acc_bigmodel import (
     disk_offload,
     dispatch_model,
     infer_auto_device_map,
+    load_checkpoint_and_dispatch,
     offload_state_dict,
+    save_weights,
 )
 from acc_bigmodel import device_map as device_maps
-from acc_hooks import ModelHook, add_hook_to_module, align_module_device, remove_hook_from_module
+from acc_hooks import (
+    ModelHook,
+    add_hook_to_module,
+    align_module_device,
+    attached_hook,
+    iterate_hooks,
+    remove_hook_from_module,
+)
 
 
 def test_every_form_of_one_device_is_a_plain_move(
@@ -346,3 +355,23 @@ def test_values_that_are_missing_and_devices_that_are_not_there_are_named(tied_m
     for place in (lambda: dispatch_model(tied_model, {"": "cpu"}), lambda: cpu_offload(tied_model)):
         with pytest.raises(ValueError, match=r"'norm\.weight' is on the meta device and has no values"):
             place()
+
+
+@pytest.mark.parametrize("options", [{}, {"prefetch": 0}, {"prefetch": 1}])
+def test_how_many_layers_are_fetched_ahead_is_said_to_the_hooks_and_mapped_weights_need_no_thread(
+    new_model: Callable[[], nn.Module], tokens: torch.Tensor, tmp_path: Path, options: dict[str, int]
+) -> None:
+    save_weights(new_model().state_dict(), tmp_path / "checkpoint", "model")
+    for place in (
+        lambda model: dispatch_model(model, {"": "disk"}, offload_dir=tmp_path / "a", **options),
+        lambda model: disk_offload(model, tmp_path / "b", **options),
+        lambda model: cpu_offload(model, **options),
+        lambda model: load_checkpoint_and_dispatch(
+            model, tmp_path / "checkpoint", {"": "disk"}, offload_folder=tmp_path / "c", **options
+        ),
+    ):
+        model = place(new_model())
+        model(tokens)
+        (hook,) = [hook for hook in iterate_hooks(attached_hook(model.layers[1].up)) if hook.offload]
+        assert hook._prefetcher._layers_ahead == options.get("prefetch", 2)
+        assert hook._prefetcher._thread is None

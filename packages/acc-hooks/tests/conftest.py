@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from acc_hooks import AlignDevicesHook, ModelHook, add_hook_to_module
+from acc_hooks import AlignDevicesHook, ModelHook, add_hook_to_module, attach_align_device_hook
+
+sys.path.insert(0, str(Path(__file__).parent))  # hooks_slow_store.py, which several test files share
+pytest.register_assert_rewrite("hooks_slow_store")
 
 
 class Recorder(ModelHook):
@@ -105,6 +110,28 @@ def offload() -> Callable[..., nn.Module]:
 
     def attach(module: nn.Module, **options: Any) -> nn.Module:
         return add_hook_to_module(module, AlignDevicesHook(execution_device="cpu", offload=True, **options))
+
+    return attach
+
+
+@pytest.fixture
+def net() -> Callable[[], nn.Sequential]:
+    """Makes the same small model each time."""
+
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).requires_grad_(False)
+
+    return make
+
+
+@pytest.fixture
+def offloaded() -> Callable[..., nn.Module]:
+    """Offload every module of a model that runs on the CPU."""
+
+    def attach(model: nn.Module, **options: Any) -> nn.Module:
+        attach_align_device_hook(model, execution_device="cpu", offload=True, **options)
+        return model
 
     return attach
 

@@ -106,9 +106,10 @@ def test_a_preloaded_class_is_one_block(x):
 
 def test_a_parent_that_reads_a_childs_weights_does_not_compute_with_placeholders(x):
     block = Block()
+    expected = block(x)
     attach_align_device_hook(block, execution_device="cpu", offload=True)
-    with pytest.raises(OffloadedWeightError, match=r"second\.weight is offloaded.*preload_module_classes"):
-        block(x)
+    torch.testing.assert_close(block(x), expected)
+    assert block.second.weight.is_meta
 
 
 @pytest.mark.parametrize("need_weights", [False, True])

@@ -256,6 +256,31 @@ def test_a_skipped_class_is_skipped_with_everything_below():
     assert stored(model) == {"proj_in", "final_norm_proj"}
 
 
+@pytest.mark.parametrize("attached", ["outer first", "inner first"])
+@pytest.mark.parametrize("removed", ["outer first", "inner first"])
+def test_a_hooked_layer_in_a_hooked_module_is_cast_once(attached, removed, x):
+    casts = []
+
+    class Counting(LayerwiseCastingHook):
+        def _lend(self, module):
+            lent = super()._lend(module)
+            casts.extend(name for _, name in lent[0])
+            return lent
+
+    model = nn.Sequential(nn.Linear(4, 4)).requires_grad_(False)
+    expected = copy.deepcopy(model).to(torch.bfloat16).to(torch.float32)(x)
+    both = {"outer first": (model, model[0]), "inner first": (model[0], model)}
+    for module in both[attached]:
+        add_hook_to_module(module, Counting(torch.bfloat16, torch.float32, False))
+    torch.testing.assert_close(model(x), expected)
+    assert sorted(casts) == ["bias", "weight"]
+    assert model[0].weight.dtype == torch.bfloat16
+    for module in both[removed]:
+        remove_hook_from_module(module)
+        torch.testing.assert_close(model(x), expected)
+    assert model[0].weight.dtype == torch.float32
+
+
 def test_attaching_twice_casts_once():
     model = Net()
     attach(model)

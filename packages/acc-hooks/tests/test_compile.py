@@ -12,6 +12,7 @@ from acc_hooks import (
     ModelHook,
     SequentialHook,
     add_hook_to_module,
+    attach_align_device_hook,
     attach_align_device_hook_on_blocks,
     remove_hook_from_submodules,
 )
@@ -148,6 +149,19 @@ def test_a_hooked_model_can_be_exported():
     torch.testing.assert_close(exported.module()(x), model(x))
 
 
+@pytest.mark.skipif(not is_torch_version(">=", "2.7"), reason="older versions do not tell that they export")
+@pytest.mark.parametrize("strict", [True, False])
+def test_exporting_an_offloaded_model_is_refused_with_the_way_out(strict):
+    model, x = stack(), torch.randn(2, 4)
+    expected = model(x)
+    attach_align_device_hook(model, execution_device="cpu", offload=True)
+    with pytest.raises(Exception, match=r"remove_hook_from_module.*before torch\.export"):
+        torch.export.export(model, (x,), strict=strict)
+    torch.testing.assert_close(model(x), expected)
+    remove_hook_from_submodules(model)
+    torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), expected)
+
+
 def test_an_offloaded_layer_with_a_forward_hook_computes_the_same_compiled():
     model = stack()
     x = torch.ones(2, 4)
@@ -161,3 +175,32 @@ def test_an_offloaded_layer_with_a_forward_hook_computes_the_same_compiled():
         torch.testing.assert_close(compiled(x), expected)
     assert seen == [False, False]
     assert model[1].weight.is_meta
+
+
+def test_a_parent_that_computes_with_an_offloaded_weight_breaks_the_graph_there_and_computes_the_same():
+    class Parent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.child, self.after = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.requires_grad_(False)
+
+        def forward(self, x):
+            hidden = nn.functional.linear(torch.relu(x + 1), self.child.weight, self.child.bias)
+            return self.after(torch.relu(hidden) * 2)
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    graphs: list[object] = []
+    model, x = Parent(), torch.ones(2, 4)
+    expected = model(x)
+    attach_align_device_hook_on_blocks(
+        model, {"child": "cpu", "after": "cpu"}, {"child": True, "after": False}
+    )
+    compiled = torch.compile(model, backend=backend)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x), expected)
+    assert len(graphs) == 2  # before and after the use
+    assert model.child.weight.is_meta

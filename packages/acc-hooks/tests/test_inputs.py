@@ -93,9 +93,20 @@ def test_threads_do_not_see_each_others_copies(forward):
     assert inputs.move(x, META) is mine
 
 
-def test_are_on_knows_plain_values_and_opens_no_container():
+@pytest.mark.parametrize(
+    "inside", [lambda t: t, lambda t: [t], lambda t: {"a": (1, [t, None])}, lambda t: ((), {}, t)]
+)
+def test_are_on_looks_into_plain_containers(inside):
     cpu = torch.device("cpu")
-    assert inputs.are_on((torch.ones(1), None, 3, "x"), {"a": torch.ones(1), "b": True}, cpu)
-    assert not inputs.are_on((torch.ones(1, device=META),), {}, cpu)
-    assert not inputs.are_on((), {"a": torch.ones(1, device=META)}, cpu)
-    assert not inputs.are_on(([torch.ones(1)],), {}, cpu)
+    here, away = inside(torch.ones(1)), inside(torch.ones(1, device=META))
+    assert inputs.are_on((here, None, 3, "x"), {"a": here, "b": True}, cpu)
+    assert not inputs.are_on((here, away), {}, cpu)
+    assert not inputs.are_on((here,), {"a": away}, cpu)
+
+
+def test_are_on_leaves_what_it_does_not_know_to_others():
+    class Mine(dict):
+        pass
+
+    assert not inputs.are_on((Mine(),), {}, torch.device("cpu"))
+    assert not inputs.are_on((object(),), {}, torch.device("cpu"))

@@ -11,7 +11,8 @@ from acc_hooks import (
     offloaded,
     remove_hook_from_module,
 )
-from acc_hooks.offloaded import OffloadedTensors, differs
+from acc_hooks.homes import differs
+from acc_hooks.offloaded import OffloadedTensors
 from acc_hooks.resident import Residents
 
 CPU = torch.device("cpu")
@@ -100,3 +101,33 @@ def test_offloading_twice_is_refused_by_name_and_changes_nothing(x, with_map):
     torch.testing.assert_close(model(x), expected)
     remove_hook_from_module(model, recurse=True)
     torch.testing.assert_close(model(x), expected)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("preload", [[], ["Tied"]])
+def test_a_loaded_state_dict_reaches_every_name_of_a_tie(tied, assign, preload, offloaded, writable):
+    tied.requires_grad_(False)
+    ids = torch.tensor([1, 2])
+    weights = writable(tied.state_dict())
+    new = {name: torch.rand_like(value) for name, value in tied.state_dict().items()}
+    new["head.weight"] = new["embed.weight"]
+    expected = torch.func.functional_call(tied, new, (ids,))
+    offloaded(tied, weights_map=weights, preload_module_classes=preload)
+    assert not any(tied.load_state_dict(new, assign=assign))
+    torch.testing.assert_close(tied(ids), expected)
+    torch.testing.assert_close(dict(tied.state_dict()), new)
+
+
+def test_what_a_state_dict_lacks_or_has_besides_is_said_and_the_rest_takes_effect(x, net, offloaded):
+    model = offloaded(net())
+    kept = model.state_dict()["2.bias"].clone()
+    given = {name: torch.rand_like(value) for name, value in net().state_dict().items() if name != "2.bias"}
+    found = model.load_state_dict({**given, "other": torch.ones(1)}, strict=False)
+    assert (found.missing_keys, found.unexpected_keys) == (["2.bias"], ["other"])
+    torch.testing.assert_close(dict(model.state_dict()), {**given, "2.bias": kept})
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\).*2\.bias"):
+        model.load_state_dict(given)
+    with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight"):
+        model.load_state_dict({**given, "2.bias": kept, "0.weight": torch.ones(5, 4)})
+    torch.testing.assert_close(dict(model.state_dict()), {**given, "2.bias": kept})
+    assert all(parameter.is_meta for parameter in model.parameters())

@@ -22,6 +22,7 @@ from acc_hooks.align import AlignDevicesHook, has_offloaded_params
 from acc_hooks.attach import attach_align_device_hook, attach_align_device_hook_on_blocks
 from acc_hooks.hook import add_hook_to_module, attached_hook, iterate_hooks, remove_hook_from_module
 from acc_hooks.offload import CpuOffload, UserCpuOffloadHook
+from acc_hooks.prefetch import LAYERS_AHEAD
 from acc_hooks.tensors import get_tensor, owner_of, put_tensor, set_module_tensor_to_device
 from acc_hooks.ties import every_tensor, group_by_tensor
 from acc_ops.devices import canonical_device
@@ -40,6 +41,7 @@ def dispatch_model(
     skip_keys: str | list[str] | None = None,
     preload_module_classes: list[str] | None = None,
     force_hooks: bool = False,
+    prefetch: int = LAYERS_AHEAD,
 ) -> nn.Module:
     """Put the parts of `model` where `device_map` says and make it run there; returns the model.
 
@@ -47,8 +49,9 @@ def dispatch_model(
     accelerator of the map, else the CPU) computes what is on the disk, and with an accelerator what is on the CPU too:
     weights come for the time of a forward. They are kept in `state_dict` (default: the model's own) or on the disk, where
     `offload_index` says, or in `offload_dir`, into which they are written unless it already holds exactly them. Ties are
-    kept; a model that is offloaded already is dispatched anew. `model.hf_device_map` is the map; `model.to` and the accelerator's method warn, and raise RuntimeError while
-    weights are offloaded.
+    kept; a model that is offloaded already is dispatched anew. While a module computes, the weights of up to `prefetch`
+    others that run next are fetched (0: none). `model.hf_device_map` is the map; `model.to` and the accelerator's method
+    warn, and raise RuntimeError while weights are offloaded.
 
     Raises ValueError for a tensor without a device or without a value, for a key that is no device of this machine, and
     for parts on the disk without `offload_dir` and `offload_index`; RuntimeError for an offloaded model with other hooks.
@@ -79,6 +82,7 @@ def dispatch_model(
         offload_buffers=offload_buffers,
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,
+        prefetch=prefetch,
     )
     _bring_uncovered(model, devices, main)
     guard_moves(model)
@@ -92,18 +96,22 @@ def cpu_offload(
     offload_buffers: bool = False,
     state_dict: dict[str, torch.Tensor] | None = None,
     preload_module_classes: list[str] | None = None,
+    prefetch: int = LAYERS_AHEAD,
 ) -> nn.Module:
     """Keep the weights in `state_dict` (default: the model's, on the CPU) and bring them over for each forward.
 
-    `execution_device` defaults to the first parameter's device. Returns the model, which refuses to be moved until its
-    hooks are removed. One that is offloaded already is offloaded anew; RuntimeError if that would remove other hooks.
+    `execution_device` defaults to the first parameter's device, `prefetch` as in `dispatch_model`. Returns the model, which
+    refuses to be moved until its hooks are removed. One that is offloaded already is offloaded anew; RuntimeError if that
+    would remove other hooks.
     """
     _bring_back(model)
     if state_dict is None:
         values = dict(every_tensor(model))
         _refuse_empty(values, CPU)
         state_dict = _on_cpu(values)
-    return _offload_all(model, execution_device, offload_buffers, state_dict, preload_module_classes)
+    return _offload_all(
+        model, execution_device, offload_buffers, state_dict, preload_module_classes, prefetch
+    )
 
 
 def cpu_offload_with_hook(
@@ -126,19 +134,20 @@ def disk_offload(
     execution_device: DeviceKey | None = None,
     offload_buffers: bool = False,
     preload_module_classes: list[str] | None = None,
+    prefetch: int = LAYERS_AHEAD,
 ) -> nn.Module:
     """Write the weights to `offload_dir` and map them from there for each forward; returns the model.
 
     What the folder already holds is used where its bytes are the model's, and replaced where they differ; a model that
-    was offloaded there before keeps its own. `execution_device` defaults to the first parameter's device. The model refuses
-    to be moved until its hooks are removed. One that is offloaded already is offloaded anew; RuntimeError if that would
-    remove other hooks.
+    was offloaded there before keeps its own. `execution_device` defaults to the first parameter's device, `prefetch` as in
+    `dispatch_model`. The model refuses to be moved until its hooks are removed. One that is offloaded already is offloaded
+    anew; RuntimeError if that would remove other hooks.
     """
     _bring_back(model)
     index = offload_or_reuse(offload_dir, dict(every_tensor(model)))
     weights = OffloadedWeightsLoader(save_folder=offload_dir, index=index)
     weights.hold()
-    return _offload_all(model, execution_device, offload_buffers, weights, preload_module_classes)
+    return _offload_all(model, execution_device, offload_buffers, weights, preload_module_classes, prefetch)
 
 
 def _offload_all(
@@ -147,6 +156,7 @@ def _offload_all(
     offload_buffers: bool,
     weights: Mapping[str, torch.Tensor],
     preload_module_classes: list[str] | None,
+    prefetch: int,
 ) -> nn.Module:
     if execution_device is None:
         first = next(model.parameters(), None)
@@ -160,6 +170,7 @@ def _offload_all(
         offload_buffers=offload_buffers,
         weights_map=weights,
         preload_module_classes=preload_module_classes,
+        prefetch=prefetch,
     )
     guard_moves(model)
     return model

@@ -31,6 +31,7 @@ from acc_bigmodel.load_plan import CheckpointMismatch, LoadReport, LoadWishes, f
 from acc_bigmodel.placement import CPU, DISK
 from acc_bigmodel.stores.safetensors import SafetensorsStore, check_format
 from acc_bigmodel.stores.torch_file import read_torch_file
+from acc_hooks.prefetch import LAYERS_AHEAD
 from acc_hooks.ties import every_tensor
 from acc_ops.devices import canonical_device
 from acc_ops.modules import model_has_dtensor
@@ -128,6 +129,7 @@ def load_checkpoint_and_dispatch(
     strict: bool = False,
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
+    prefetch: int = LAYERS_AHEAD,
 ) -> nn.Module:
     """Load a checkpoint into `model` and give it the hooks with which it runs where its parts are; returns the model.
 
@@ -169,6 +171,7 @@ def load_checkpoint_and_dispatch(
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,
         force_hooks=force_hooks,
+        prefetch=prefetch,
     )
 
 

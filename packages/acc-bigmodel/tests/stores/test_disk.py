@@ -214,3 +214,24 @@ def test_a_relative_folder_stays_the_same_after_a_change_of_directory(
     for loader in loaders:
         for twin in (copy.deepcopy(loader), loader, pickle.loads(pickle.dumps(loader))):
             assert twin["a"][-1] > 0
+
+
+def test_what_is_in_memory_or_mapped_is_at_hand_and_what_is_converted_or_moved_is_not(
+    folder: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "w.safetensors"
+    write_safetensors(file, {"s": Entry.of(torch.ones(3))})
+    slices = {
+        "same": {"safetensors_file": str(file), "weight_name": "s", "dtype": "float32"},
+        "as it is": {"safetensors_file": str(file), "weight_name": "s"},
+        "converted": {"safetensors_file": str(file), "weight_name": "s", "dtype": "bfloat16"},
+        "gone": {"safetensors_file": str(tmp_path / "none"), "dtype": "float32"},
+    }
+    index = {**OffloadedWeightsLoader(save_folder=folder).index, **slices}
+    loader = OffloadedWeightsLoader({"mine": torch.ones(1)}, folder, index)
+    at_hand = {name for name in loader if loader.is_at_hand(name)}
+    assert at_hand == {"mine", "a", "b", "same", "as it is", "gone"}  # reading "gone" will say that it is
+    loader["converted"] = torch.ones(3)
+    assert loader.is_at_hand("converted")
+    moved = OffloadedWeightsLoader({"mine": torch.ones(1)}, folder, device="cpu")
+    assert [name for name in moved if moved.is_at_hand(name)] == ["mine"]

@@ -28,3 +28,10 @@ def test_a_chain_reads_each_name_where_it_is() -> None:
 def test_a_name_in_two_files_is_an_error() -> None:
     with pytest.raises(ValueError, match="'a' is in two files"):
         ChainedStore([MemoryStore({"a": torch.zeros(1)}), MemoryStore({"a": torch.ones(2)})])
+
+
+def test_what_is_in_memory_is_at_hand() -> None:
+    chain = ChainedStore([MemoryStore({"a": torch.zeros(1)})])
+    assert chain.is_at_hand("a")
+    with pytest.raises(KeyError):
+        chain.is_at_hand("b")

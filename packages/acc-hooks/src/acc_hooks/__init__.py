@@ -9,7 +9,7 @@ _NAMES = {
     "CpuOffload": "offload",
     "LayerwiseCastingHook": "casting",
     "ModelHook": "hook",
-    "OffloadedWeightError": "placeholder",
+    "OffloadedWeightError": "origin",
     "TensorPlacement": "tensors",
     "PrefixedDataset": "prefixed",
     "SequentialHook": "hook",

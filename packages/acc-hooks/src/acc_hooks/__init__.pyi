@@ -16,7 +16,7 @@ from .hook import remove_hook_from_module as remove_hook_from_module
 from .hook import remove_hook_from_submodules as remove_hook_from_submodules
 from .offload import CpuOffload as CpuOffload
 from .offload import UserCpuOffloadHook as UserCpuOffloadHook
-from .placeholder import OffloadedWeightError as OffloadedWeightError
+from .origin import OffloadedWeightError as OffloadedWeightError
 from .prefixed import PrefixedDataset as PrefixedDataset
 from .tensors import TensorPlacement as TensorPlacement
 from .tensors import register_placer as register_placer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,13 +13,15 @@ from acc_hooks.homes import differs, outside_inference_mode
 from acc_hooks.hook import ModelHook, attached_hook, iterate_hooks
 from acc_hooks.inputs import are_on, begin_forward, bring_back, end_forward, move
 from acc_hooks.offloaded import OffloadedTensors
+from acc_hooks.origin import Loan, OffloadedWeightError
 from acc_hooks.placeholder import is_placeholder
+from acc_hooks.prefetch import Prefetcher, Wanted
 from acc_hooks.resident import Residents
 from acc_hooks.tensors import TiedParams, buffer_names, owner_of, place, put_tensor
 from acc_hooks.ties import every_tensor, group_by_tensor
-from acc_hooks.untraced import untraced
+from acc_hooks.untraced import is_exporting, untraced
 from acc_ops.devices import DeviceLike, canonical_device
-from acc_ops.tree import find_device
+from acc_ops.tree import first_tensor
 
 
 class AlignDevicesHook(ModelHook, own_calls=True):
@@ -36,9 +38,14 @@ class AlignDevicesHook(ModelHook, own_calls=True):
     Raises OffloadedWeightError in a backward pass that would leave a gradient on an offloaded weight.
     """
 
-    _planned_by = ModelHook._planned_by | {"execution_device", "offload", "io_same_device"}
+    _planned_by = ModelHook._planned_by | {"execution_device", "offload", "io_same_device", "_is_above"}
     _device: torch.device | None  # execution_device, in its one form
-    _only_returns: bool  # a call has to move arguments and bring the output back, no more
+
+    # what a plan made in the middle of __init__ reads
+    execution_device: DeviceLike | None = None
+    offload: bool = False
+    io_same_device: bool = False
+    _is_above: bool = False  # other modules, which could be given the same arguments
 
     def __init__(
         self,
@@ -69,6 +76,7 @@ class AlignDevicesHook(ModelHook, own_calls=True):
         self._residents: Residents | None = None  # the ties of the model, if the attach functions know it
         self._path = ""  # of the module in that model
         self._others: tuple[str, ...] = ()  # modules below which belong to other hooks
+        self._prefetcher: Prefetcher | None = None  # of that model
         self._offloaded: OffloadedTensors | None = None
 
     def __repr__(self) -> str:
@@ -80,6 +88,8 @@ class AlignDevicesHook(ModelHook, own_calls=True):
 
     @outside_inference_mode()
     def init_hook(self, module: nn.Module) -> nn.Module:
+        if module._modules:
+            self._is_above = True
         if self._offloaded is not None:
             raise ValueError(
                 f"this hook already offloads the weights of {self._path or 'a module'}; make one hook for each module"
@@ -96,7 +106,7 @@ class AlignDevicesHook(ModelHook, own_calls=True):
         self, module: nn.Module, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self.io_same_device:
-            self.input_device = find_device([args, kwargs])
+            self.input_device = self._input_device(args, kwargs)
         self._hold(module, counted=False)
         return self._move_inputs(args, kwargs)
 
@@ -112,27 +122,12 @@ class AlignDevicesHook(ModelHook, own_calls=True):
 
     def _replan(self) -> None:
         super()._replan()
-        known = vars(self).get  # some are set before others in __init__
-        device = known("execution_device")
-        device = None if device is None else canonical_device(device)
-        only_moves = not (self.no_grad or self._is_overridden or known("offload"))
-        returns = known("io_same_device")
+        device = None if self.execution_device is None else canonical_device(self.execution_device)
+        only_moves = not (self.no_grad or self._is_overridden or self.offload)
         object.__setattr__(self, "_device", device)
-        object.__setattr__(self, "_device_to_check", device if only_moves and not returns else None)
-        object.__setattr__(self, "_only_returns", only_moves and returns)
-
-    def _run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if not self._only_returns or module._modules:
-            return super()._run(module, forward, args, kwargs)
-        # no weights to fetch, and no module below that could be given the same arguments
-        input_device = args[0].device if args and type(args[0]) is Tensor else find_device([args, kwargs])
-        device = self._device
-        if device is not None and not are_on(args, kwargs, device):
-            args, kwargs = self._move_inputs(args, kwargs)
-        output = forward(module, *args, **kwargs)
-        if type(output) is Tensor and output.device == input_device:
-            return output
-        return bring_back(output, input_device, self.skip_keys)
+        object.__setattr__(self, "_returns_output", only_moves and self.io_same_device)
+        is_checked = only_moves and not (self.io_same_device and self._is_above)
+        object.__setattr__(self, "_device_to_check", device if is_checked else None)
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
         if self._is_overridden:
@@ -140,7 +135,7 @@ class AlignDevicesHook(ModelHook, own_calls=True):
             return args, kwargs, None
         outermost = begin_forward()
         try:
-            input_device = find_device([args, kwargs]) if self.io_same_device else None
+            input_device = self._input_device(args, kwargs) if self.io_same_device else None
             self._hold(module, counted=True)
             try:
                 args, kwargs = self._move_inputs(args, kwargs)
@@ -164,9 +159,18 @@ class AlignDevicesHook(ModelHook, own_calls=True):
         if token is None:
             self._let_go(module, counted=False)
             return
-        if token[0]:
-            end_forward()
-        self._let_go(module, counted=True)
+        try:
+            self._let_go(module, counted=True)
+        finally:
+            if token[0]:
+                end_forward()
+
+    def _input_device(self, args: Any, kwargs: Any) -> torch.device | None:
+        """Where the output goes; an offloaded weight counts as being where it is computed with."""
+        first = first_tensor([args, kwargs], 0)
+        if first is None:
+            return None
+        return self._device if is_placeholder(first) else first.device
 
     def _move_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         device = self._device
@@ -176,6 +180,11 @@ class AlignDevicesHook(ModelHook, own_calls=True):
 
     def _hold(self, module: nn.Module, counted: bool, device: torch.device | None = None) -> None:
         if self._offloaded is not None:
+            if is_exporting():
+                raise OffloadedWeightError(
+                    f"the weights of {self._path or type(module).__name__} are offloaded, and an exported program holds its "
+                    "weights: call remove_hook_from_module(model, recurse=True) before torch.export"
+                )
             weights_map, ties = self._map(), self.tied_params_map
             device = device or self._running_device(module)
             untraced(self._offloaded.hold, module, weights_map, device, ties, counted)
@@ -198,6 +207,10 @@ class AlignDevicesHook(ModelHook, own_calls=True):
     def _held_placeholders(self) -> dict[int, Tensor]:
         return {} if self._offloaded is None else self._offloaded.held_placeholders()
 
+    def _lend(self, placeholder: Tensor) -> Loan | None:
+        offloaded = self._offloaded
+        return None if offloaded is None else offloaded.lend(placeholder, self._map(), self._device)
+
     def _value_behind(self, placeholder: Tensor) -> Tensor | None:
         offloaded = self._offloaded
         return None if offloaded is None else offloaded.value_behind(placeholder, self._map())
@@ -205,6 +218,12 @@ class AlignDevicesHook(ModelHook, own_calls=True):
     def _write_behind(self, placeholder: Tensor, value: Tensor) -> bool:
         offloaded = self._offloaded
         return offloaded is not None and offloaded.write_behind(placeholder, value, self._map())
+
+    def _wants_next(self) -> Wanted | None:
+        offloaded, weights_map, device = self._offloaded, self.weights_map, self._device
+        if offloaded is None or weights_map is None or device is None:
+            return None
+        return offloaded.wants_next(weights_map, device)
 
     def _map(self) -> Mapping[str, Tensor]:
         if self.weights_map is None:
@@ -232,7 +251,7 @@ class AlignDevicesHook(ModelHook, own_calls=True):
             self.weights_map = {name: self._real(name, tensors[name]).to("cpu") for name in away}
         residents = self._ties(tensors)
         self.tied_params_names = {name for name in away if residents.tie_of(self._full(name)) is not None}
-        offloaded = OffloadedTensors(residents, self._path)
+        offloaded = OffloadedTensors(residents, self._path, self._prefetcher)
         offloaded.take(module, away, self.weights_map)
         self._offloaded = offloaded
         offloaded.answer_for(self)
@@ -265,9 +284,11 @@ class AlignDevicesHook(ModelHook, own_calls=True):
             if new is not tensor:
                 put_tensor(owner, leaf, new)
 
-    def _belongs_to(self, residents: Residents, path: str, others: tuple[str, ...]) -> None:
+    def _belongs_to(
+        self, residents: Residents, path: str, others: tuple[str, ...], prefetcher: Prefetcher
+    ) -> None:
         """Tell the hook about the model around it, before it is attached."""
-        self._residents, self._path, self._others = residents, path, others
+        self._residents, self._path, self._others, self._prefetcher = residents, path, others, prefetcher
 
     def _tensors(self, module: nn.Module) -> dict[str, Tensor]:
         every = every_tensor(module, recurse=self.place_submodules)

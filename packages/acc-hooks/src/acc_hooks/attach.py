@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from acc_hooks import hooked
 from acc_hooks.align import AlignDevicesHook
-from acc_hooks.hook import ModelHook, add_hook_to_module, attached_hook
+from acc_hooks.hook import ModelHook, add_hook_to_module, attached_hook, iterate_hooks
+from acc_hooks.prefetch import LAYERS_AHEAD, Prefetcher
 from acc_hooks.prefixed import PrefixedDataset
 from acc_hooks.resident import Residents
 from acc_hooks.tensors import TiedParams
@@ -35,12 +36,14 @@ def attach_align_device_hook(
     skip_keys: str | list[str] | None = None,
     preload_module_classes: list[str] | None = None,
     tied_params_map: TiedParams | None = None,
+    prefetch: int = LAYERS_AHEAD,
 ) -> None:
     """Append an AlignDevicesHook to every module, from `module` down, that has tensors of its own.
 
     `weights_map` has the names of the whole model, in which `module` is called `module_name`. While offloading, a module
     whose class is named in `preload_module_classes` gets one hook for itself and everything below it. A module that is
-    registered under several names gets one hook; ties are found and kept.
+    registered under several names gets one hook; ties are found and kept. While a module computes, the weights of up to
+    `prefetch` others that run next are fetched (0: none); `module` gets a hook for it that does nothing else.
     """
     options = _Options(
         weights_map=weights_map,
@@ -49,9 +52,12 @@ def attach_align_device_hook(
         preload=frozenset(preload_module_classes or ()),
         tied_params_map=tied_params_map,
         residents=_residents(module, module_name),
+        prefetcher=Prefetcher(prefetch),
     )
     with options.undone_on_failure():
         _attach_to_all(module, module_name, execution_device, offload, options)
+        if offload and prefetch and len(options.attached) > 1 and not _begins_forward(module):
+            options.attach(module, options.hook(module_name, None))
 
 
 def attach_align_device_hook_on_blocks(
@@ -64,13 +70,14 @@ def attach_align_device_hook_on_blocks(
     skip_keys: str | list[str] | None = None,
     preload_module_classes: list[str] | None = None,
     tied_params_map: TiedParams | None = None,
+    prefetch: int = LAYERS_AHEAD,
 ) -> None:
     """Give each block its hooks: block name -> the device it runs on, block name -> whether it is offloaded.
 
     With two scalars `module` is the only block; one scalar holds for every block of the other mapping. A block that stays
-    is moved as a whole; one that is offloaded gets `attach_align_device_hook`. All modules with weights move their
-    arguments. The output of `module` goes where its input came from. Raises ValueError for a block that one mapping lacks,
-    and for a name that is no module.
+    is moved as a whole; one that is offloaded gets `attach_align_device_hook`, with `prefetch`. All modules with weights
+    move their arguments. The output of `module` goes where its input came from. Raises ValueError for a block that one
+    mapping lacks, and for a name that is no module.
     """
     if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
         execution_device = {module_name: execution_device}  # type: ignore[dict-item]
@@ -83,6 +90,7 @@ def attach_align_device_hook_on_blocks(
         tied_params_map=tied_params_map,
         residents=_residents(module, module_name),
         blocks=frozenset(devices),
+        prefetcher=Prefetcher(prefetch),
     )
     blocks = {path: block for path, block in _every_path(module, module_name) if path in devices}
     _check_names(devices, blocks, module)
@@ -126,6 +134,7 @@ class _Options:
     tied_params_map: TiedParams | None = None
     residents: Residents
     blocks: frozenset[str] = frozenset()
+    prefetcher: Prefetcher = field(default_factory=lambda: Prefetcher(0))
     seen: set[int] = field(default_factory=set)  # modules that have their hook
     attached: list[tuple[nn.Module, ModelHook | None, ModelHook]] = field(default_factory=list)  # before, new
 
@@ -168,7 +177,8 @@ class _Options:
             tied_params_map=self.tied_params_map,
             **more,
         )
-        hook._belongs_to(self.residents, path, self._blocks_below(path) if hook.place_submodules else ())
+        others = self._blocks_below(path) if hook.place_submodules else ()
+        hook._belongs_to(self.residents, path, others, self.prefetcher)
         return hook
 
     def _blocks_below(self, path: str) -> tuple[str, ...]:
@@ -233,6 +243,12 @@ def _walk(
             if below is not None
         ]
         waiting += [child for child in reversed(children) if child[0] not in options.blocks]
+
+
+def _begins_forward(module: nn.Module) -> bool:
+    """Whether a hook is there that begins a forward, at whose end what was fetched ahead is dropped."""
+    hooks = iterate_hooks(attached_hook(module))
+    return any(isinstance(hook, AlignDevicesHook) and (hook.offload or hook.io_same_device) for hook in hooks)
 
 
 def _every_path(module: nn.Module, module_name: str) -> Iterator[tuple[str, nn.Module]]:

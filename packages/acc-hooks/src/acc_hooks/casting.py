@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from acc_hooks.borrowing import converting
 from acc_hooks.hook import ModelHook, add_hook_to_module, attached_hook, iterate_hooks
 
 SUPPORTED_CLASSES = (
@@ -45,14 +46,13 @@ class LayerwiseCastingHook(ModelHook, own_calls=True):
         self.non_blocking = non_blocking
         self._original_dtypes: dict[str, torch.dtype] = {}
         self._converts = False
-        self._lent: list[_Lent] | None
-        self._begin()
+        self._loan = _Loan()
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         self._original_dtypes = {name: tensor.dtype for name, _, _, tensor in _floating(module)}
-        for hook in iterate_hooks(attached_hook(module)):
-            if isinstance(hook, LayerwiseCastingHook):  # what it found is what the module had
-                self._original_dtypes.update(hook._original_dtypes)
+        for path, hook in _casting_hooks(module):  # what they found is what the module had
+            found = {_joined(path, name): dtype for name, dtype in hook._original_dtypes.items()}
+            self._original_dtypes.update(found)
         # recurrent modules keep a second list of their weights, in which lent copies would stay
         self._converts = any(isinstance(below, nn.RNNBase) for below in module.modules())
         return module.to(self.storage_dtype, non_blocking=self.non_blocking)
@@ -67,10 +67,18 @@ class LayerwiseCastingHook(ModelHook, own_calls=True):
         module.to(self.storage_dtype, non_blocking=self.non_blocking)
         return output
 
+    @converting()
     def detach_hook(self, module: nn.Module) -> nn.Module:
+        stays: set[str] = set()  # what a hook of a module below goes on storing, and gives back later
+        for path, hook in _casting_hooks(module):
+            if path:
+                for name in hook._original_dtypes:
+                    full = _joined(path, name)
+                    stays.add(full)
+                    hook._original_dtypes[name] = self._original_dtypes.get(full, hook._original_dtypes[name])
         for name, owner, leaf, tensor in _floating(module):
             dtype = self._original_dtypes.get(name, tensor.dtype)
-            if tensor.dtype == dtype:
+            if tensor.dtype == dtype or name in stays:
                 continue
             if isinstance(tensor, nn.Parameter):
                 gradient, tensor.grad = tensor.grad, None
@@ -121,48 +129,63 @@ class LayerwiseCastingHook(ModelHook, own_calls=True):
 
     def _begin_forward(self, module: nn.Module) -> bool:
         """One more forward uses the lent copies; False if they cannot be lent."""
-        with self._lock:
-            if self._forwards == 0:
-                self._lent = self._lend(module)
-            if self._lent is None:
+        loan = self._loan
+        with loan.lock:
+            if loan.forwards == 0:
+                loan.lent = self._lend(module)
+            if loan.lent is None:
                 return False
-            self._forwards += 1
+            loan.forwards += 1
             return True
 
     def _end_forward(self) -> None:
-        with self._lock:
-            self._forwards -= 1
-            if self._forwards == 0 and self._lent is not None:
-                lent, self._lent = self._lent, None
+        loan = self._loan
+        with loan.lock:
+            loan.forwards -= 1
+            if loan.forwards == 0 and loan.lent is not None:
+                lent, loan.lent = loan.lent, None
                 self._take_back(lent)
 
-    def _lend(self, module: nn.Module) -> list[_Lent] | None:
+    def _lend(self, module: nn.Module) -> _Lent | None:
         """Put cast copies where attribute access finds them first; None, and nothing done, if a weight has no value now."""
-        dtype = self.compute_dtype
-        cast = _SHORT_CASTS.get(dtype) or (lambda tensor: tensor.to(dtype))
-        lent: list[_Lent] = []
+        storage, compute = self.storage_dtype, self.compute_dtype
+        cast = _SHORT_CASTS.get(compute) or (lambda tensor: tensor.to(compute))
+        is_recording = torch.is_grad_enabled()
+        parameters: list[tuple[dict[str, Any], str]] = []
+        buffers: list[_LentBuffer] = []
         for owner in module.modules() if module._modules else (module,):
             names = owner.__dict__
             for leaf, stored in owner._parameters.items():
-                if stored is None or stored.dtype is dtype or leaf in names or not stored.is_floating_point():
+                if stored is None or (dtype := stored.dtype) is compute or leaf in names:
+                    continue
+                if dtype is not storage and not dtype.is_floating_point:
                     continue
                 if stored.is_meta:  # another hook of this module brings it later
-                    self._take_back(lent)
+                    self._take_back((parameters, buffers))
                     return None
-                names[leaf] = _cast_shared(stored, cast) if stored.requires_grad else cast(stored)
-                lent.append((owner, leaf, None, None, 0))
+                if is_recording or not stored.requires_grad:
+                    names[leaf] = cast(stored)
+                else:
+                    with (
+                        torch.enable_grad()
+                    ):  # another thread's forward may share the copy, and want its gradient
+                        names[leaf] = cast(stored)
+                parameters.append((names, leaf))
             for leaf, buffer in owner._buffers.items():
-                if buffer is None or buffer.dtype is dtype or leaf in names or not buffer.is_floating_point():
+                if buffer is None or (dtype := buffer.dtype) is compute or leaf in names:
+                    continue
+                if dtype is not storage and not dtype.is_floating_point:
                     continue
                 names[leaf] = copy = cast(buffer)
-                lent.append((owner, leaf, buffer, copy, 0 if copy.is_inference() else copy._version))
-        return lent
+                buffers.append((owner, leaf, buffer, copy, 0 if copy.is_inference() else copy._version))
+        return parameters, buffers
 
-    def _take_back(self, lent: list[_Lent]) -> None:
-        for owner, leaf, stored, copy, version in lent:
-            owner.__dict__.pop(leaf, None)  # it is gone if the forward assigned a parameter
-            if stored is None or copy is None:
-                continue
+    def _take_back(self, lent: _Lent) -> None:
+        parameters, buffers = lent
+        for names, leaf in parameters:
+            names.pop(leaf, None)  # it is gone if the forward assigned a parameter
+        for owner, leaf, stored, copy, version in buffers:
+            owner.__dict__.pop(leaf, None)
             if owner._buffers.get(leaf) is not stored:  # the forward assigned another one
                 current = owner._buffers.get(leaf)
                 if current is not None:
@@ -172,17 +195,12 @@ class LayerwiseCastingHook(ModelHook, own_calls=True):
                 with torch.no_grad():
                     stored.copy_(copy)
 
-    def _begin(self) -> None:
-        self._lock = threading.Lock()
-        self._forwards = 0
-        self._lent = None
-
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_lock", "_forwards", "_lent")}
+        return {name: value for name, value in self.__dict__.items() if name != "_loan"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._begin()
+        self._loan = _Loan()
 
 
 def attach_layerwise_casting_hooks(
@@ -223,10 +241,21 @@ def attach_layerwise_casting_hooks(
             add_hook_to_module(layer, hook, append=True)
 
 
-_Lent = tuple[
-    nn.Module, str, "Tensor | None", "Tensor | None", int
-]  # owner, name, stored buffer, its copy, its version
+_LentBuffer = tuple[nn.Module, str, Tensor, Tensor, int]  # owner, name, stored, its copy, the copy's version
+_Lent = tuple[list[tuple[dict[str, Any], str]], list[_LentBuffer]]  # parameters: instance dictionary, name
 _COUNTED = object()
+
+
+class _Loan:
+    """What is lent now, and to how many forwards; not on the hook, where setting an attribute asks for a new plan."""
+
+    __slots__ = ("forwards", "lent", "lock")
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.forwards = 0
+        self.lent: _Lent | None = None
+
 
 # half the cost of `.to(dtype)`
 _SHORT_CASTS: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
@@ -237,11 +266,17 @@ _SHORT_CASTS: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _cast_shared(stored: Tensor, cast: Callable[[Tensor], Tensor]) -> Tensor:
-    if not torch.is_grad_enabled():
-        with torch.enable_grad():  # another thread's forward may share the copy, and want its gradient
-            return cast(stored)
-    return cast(stored)
+def _casting_hooks(module: nn.Module) -> Iterator[tuple[str, LayerwiseCastingHook]]:
+    """(path, hook) of the casting hooks of the module and of those below it."""
+    for path, submodule in module.named_modules():
+        for hook in iterate_hooks(attached_hook(submodule)):
+            if isinstance(hook, LayerwiseCastingHook):
+                yield path, hook
+
+
+def _joined(path: str, name: str) -> str:
+    """A name of `_floating` in a module above, where the module is called `path`."""
+    return path + name if not path or name.startswith(".") else f"{path}.{name}"
 
 
 def _floating(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:

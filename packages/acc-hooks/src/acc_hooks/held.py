@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from acc_hooks.homes import version_of
+from acc_hooks.borrowing import real_value
+from acc_hooks.homes import differs, same_memory, version_of
+from acc_hooks.placeholder import is_placeholder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,10 +21,27 @@ class Held:
     pointer: int | None = None  # our entry in tied_params_map, to be dropped again
     guest: Tensor | None = None  # what the module held in the place of the placeholder
 
+    def was_changed(self, read: Callable[[], Tensor] | None) -> bool:
+        """Whether the tensor was written to.
+
+        With `read`, which gives what the map has now, it is compared with it: writing by `.data` is not counted.
+        """
+        if self.version is not None and self.tensor._version != self.version:
+            return True
+        if read is None or self.tensor.is_meta or self.value.is_meta:
+            return False
+        home = read() if same_memory(self.tensor, self.value) else self.value  # else a change is in both
+        return not same_memory(self.tensor, home) and differs(self.tensor, home)
+
 
 def host(guest: Tensor, device: torch.device) -> Held:
-    """A guest on `device` for a forward, the same object if it is there; gradients reach it."""
-    tensor = guest if guest.device == device else guest.to(device)
+    """A guest on `device` for a forward, the same object if it is there; gradients reach it.
+
+    The placeholder of another weight is a guest with the values of that weight.
+    """
+    tensor = real_value(guest) if is_placeholder(guest) else guest
+    if tensor.device != device:
+        tensor = tensor.to(device)
     return Held(tensor=tensor, version=version_of(tensor), value=guest, guest=guest)
 
 

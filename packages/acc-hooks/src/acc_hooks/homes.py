@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from acc_hooks.placeholder import OffloadedWeightError
+from acc_hooks.origin import OffloadedWeightError
 from acc_hooks.prefixed import PrefixedDataset, innermost, is_writable
 from acc_hooks.tensors import is_plain
 
@@ -62,6 +62,18 @@ def entry_of(
     else:
         return None
     return (weights_map, key) if key in weights_map else None
+
+
+def write_others(weights_map: Mapping[str, Tensor], path: str, names: Iterable[str], value: Tensor) -> None:
+    """Keep `value` under the other names of its tie too, as far as the map of the module at `path` reaches them."""
+    for name in names:
+        entry = entry_of(weights_map, path, name)
+        if entry is None:
+            continue
+        its_map, key = entry
+        kept = read_home(its_map, key, name)
+        if not same_memory(kept, value) and (kept.dtype != value.dtype or differs(kept, value)):
+            write_home(its_map, key, name, value, None)
 
 
 @contextlib.contextmanager

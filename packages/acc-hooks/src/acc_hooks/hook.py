@@ -12,8 +12,10 @@ The four public methods are what subclasses override and other libraries call by
 neither, and `_abort` answers an exception in between. What belongs to one call is in the token `_enter` returns, never
 on the hook, so that threads do not meet there.
 
-`_idle` and `_device_to_check` are the plan that the wrapped forward reads first; `_replan` renews it whenever an
-attribute it depends on is set. Nothing else about a hook is read on the fast path, so torch.compile guards on little.
+`_idle`, `_device_to_check` and `_returns_output` are the plan that the wrapped forward reads first; `_replan` renews it
+whenever an attribute it depends on is set. Nothing else about a hook is read on the fast path, so torch.compile guards on
+little. Making a plan does not touch `__dict__` or `vars()`: CPython would give the hook a dictionary, and a cold one costs
+as much as everything else that the fast path does.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from torch import Tensor, nn
 from acc_hooks import hooked
 from acc_hooks.inputs import are_on
 
+_CALLS = ("pre_forward", "post_forward")
 _MOVING_METHODS = ("to", "cpu", "to_empty", "cuda", "npu", "xpu", "mlu", "sdaa", "musa")
 
 
@@ -43,11 +46,12 @@ class ModelHook:
 
     _idle: bool = True  # a call has nothing to do
     _device_to_check: torch.device | None = None  # a call has nothing to do if its arguments are there
+    _returns_output: bool = False  # it has: the output must end where the arguments were
     _is_overridden: bool = (
         False  # somebody's pre_forward or post_forward, not those `_enter` and `_leave` stand for
     )
     _calls: ClassVar[tuple[Any, Any]]
-    _planned_by: ClassVar[frozenset[str]] = frozenset({"no_grad", "pre_forward", "post_forward"})
+    _planned_by: ClassVar[frozenset[str]] = frozenset({"no_grad", *_CALLS})
 
     def __init_subclass__(cls, own_calls: bool = False, **kwargs: Any) -> None:
         """`own_calls`: the class's `_enter` and `_leave` do what its pre_forward and post_forward do."""
@@ -61,6 +65,8 @@ class ModelHook:
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
         if name in self._planned_by:
+            if name in _CALLS:
+                object.__setattr__(self, "_is_overridden", True)
             self._replan()
 
     def init_hook(self, module: nn.Module) -> nn.Module:
@@ -86,10 +92,8 @@ class ModelHook:
 
     def _replan(self) -> None:
         """An attribute that the plan depends on was set."""
-        overridden = type(self)._is_overridden or "pre_forward" in vars(self) or "post_forward" in vars(self)
-        object.__setattr__(self, "_is_overridden", overridden)
-        is_plain = self._calls == ModelHook._calls
-        object.__setattr__(self, "_idle", is_plain and not overridden and not self.no_grad)
+        is_plain = self._calls == ModelHook._calls and not self._is_overridden
+        object.__setattr__(self, "_idle", is_plain and not self.no_grad)
 
     def _run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         args, kwargs, token = self._enter(module, args, kwargs)
@@ -177,13 +181,15 @@ class SequentialHook(ModelHook, own_calls=True):
         return module
 
     def _run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        checked = None
+        checked = None  # where all the arguments are known to be
         for hook in self.hooks:
             device = hook._device_to_check
             if device is None:
                 if not hook._idle:
                     break
-            elif device is not checked:
+            elif hook._returns_output:
+                break
+            elif device is not checked and device != checked:
                 if not are_on(args, kwargs, device):
                     break
                 checked = device

@@ -28,8 +28,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from acc_hooks.inputs import PLAIN_TYPES, are_on
-from acc_hooks.placeholder import without_placeholders
+from acc_hooks.borrowing import converting
+from acc_hooks.copying import placeholders_below, without_placeholders
+from acc_hooks.inputs import are_on, bring_back
 
 if TYPE_CHECKING:
     from .hook import ModelHook
@@ -73,12 +74,13 @@ class Hooked(nn.Module):
         base = top.__dict__["_hooked_base"]
         rebuild, arguments, *rest = reduced
         arguments = tuple(base if part is top else part for part in arguments)
+        below = placeholders_below(self, lambda child: HOOK in child.__dict__)
         hook = self.__dict__.get(HOOK)
         if hook is not None and rest and isinstance(rest[0], dict):
             rest[0] = without_placeholders(rest[0], hook._held_placeholders())
         return (
             _rebuild_hooked,
-            (base if rebuild is top else rebuild, arguments, isinstance(self, HookedAndHeld)),
+            (base if rebuild is top else rebuild, arguments, isinstance(self, HookedAndHeld), below),
             *rest,
         )
 
@@ -120,6 +122,10 @@ class HookedAndHeld(Hooked):
             return super().__call__(*args, **kwargs)
         with hook._around_call(self):
             return super().__call__(*args, **kwargs)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        with converting():
+            return super()._apply(fn, recurse)
 
 
 def wrap(module: nn.Module, hook: ModelHook) -> None:
@@ -210,7 +216,12 @@ def _mixin(is_held: bool) -> type[Hooked]:
     return HookedAndHeld if is_held else Hooked
 
 
-def _rebuild_hooked(rebuild: Callable[..., Any], arguments: tuple[Any, ...], is_held: bool) -> Any:
+def _rebuild_hooked(
+    rebuild: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    is_held: bool,
+    below: Any = None,  # noqa: ARG001 - only had to be stored first
+) -> Any:
     """Unpickle: what `rebuild` made of the base class, with the class swapped again (never pickled itself)."""
     module = rebuild(*arguments)
     module.__class__ = _hooked_class(type(module), is_held)
@@ -264,17 +275,24 @@ def _make_forward(owner: Any) -> Any:
         except AttributeError:  # removed by hand
             return owner.forward(self, *args, **kwargs)
         device = hook._device_to_check
-        if device is not None:
-            for value in args:
-                kind = type(value)
-                if not (value.device == device if kind is Tensor else kind in PLAIN_TYPES):
-                    break
-            else:
-                if not kwargs or are_on((), kwargs, device):
-                    return owner.forward(self, *args, **kwargs)
-        elif hook._idle:
-            return owner.forward(self, *args, **kwargs)
-        return hook._run(self, owner.forward, args, kwargs)
+        if device is None:
+            if hook._idle:
+                return owner.forward(self, *args, **kwargs)
+            return hook._run(self, owner.forward, args, kwargs)
+        if len(args) == 1 and not kwargs and type(args[0]) is Tensor:  # most layers: in the shortest way
+            (value,) = args
+            if value.device != device:
+                return hook._run(self, owner.forward, args, kwargs)
+            output = owner.forward(self, value)
+        elif are_on(args, kwargs, device) and (
+            not hook._returns_output or (args and type(args[0]) is Tensor)  # which tells where the input is
+        ):
+            output = owner.forward(self, *args, **kwargs)
+        else:
+            return hook._run(self, owner.forward, args, kwargs)
+        if hook._returns_output:
+            return bring_back(output, device, hook.skip_keys)
+        return output
 
     # torch.compile keeps its cache, and counts recompilations, per code object: one for each class
     forward.__code__ = forward.__code__.replace()

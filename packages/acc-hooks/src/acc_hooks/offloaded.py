@@ -8,37 +8,39 @@ and stays, the same object, until whoever put it there takes it away.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from acc_hooks.borrowing import forget
+from acc_hooks.copying import again
 from acc_hooks.held import Held, host, see_off
 from acc_hooks.homes import (
     add_statistics,
-    differs,
-    entry_of,
     outside_inference_mode,
     read_home,
-    same_memory,
     version_of,
     write_home,
+    write_others,
 )
+from acc_hooks.origin import Loan, OffloadedWeightError, RefuseGradient, Source
 from acc_hooks.placeholder import (
-    OffloadedWeightError,
-    RefuseGradient,
-    Source,
     add_source,
-    again,
     copy_flag,
+    is_of_another,
     is_placeholder,
+    kind_of,
     stand_in,
     without_class,
 )
+from acc_hooks.prefetch import Fetched, Layer, Prefetcher, Wanted
 from acc_hooks.prefixed import lacks
 from acc_hooks.resident import Residents
 from acc_hooks.tensors import TiedParams, get_tensor, is_plain, new_like, owner_of, place, put_tensor
@@ -53,6 +55,11 @@ class _Slot:
     placeholder: Tensor
     tie: str | None
     original_device: torch.device
+    nbytes: int  # when it was taken
+
+
+class Answering(Source, Layer, Protocol):
+    """Who knows the weights map of the tensors."""
 
 
 class OffloadedTensors:
@@ -62,9 +69,11 @@ class OffloadedTensors:
     last. A hold with `counted=False` is the hand-made kind (`pre_forward` called by hand): the next `let_go` ends it.
     """
 
-    def __init__(self, residents: Residents, path: str) -> None:
+    def __init__(self, residents: Residents, path: str, prefetcher: Prefetcher | None = None) -> None:
         self._residents = residents
         self._path = path  # of the hooked module in the model, for messages and ties
+        self._prefetcher = Prefetcher(0) if prefetcher is None else prefetcher
+        self._number: int | None = None  # what the prefetcher calls this module
         self._slots: dict[str, _Slot] = {}
         self._device: torch.device | None = None
         self._held: dict[str, Held]
@@ -98,8 +107,9 @@ class OffloadedTensors:
             self.give_back(module, weights_map, None)
             raise
 
-    def answer_for(self, source: Source) -> None:
-        """Let `source` give and take the values behind the placeholders; also after a copy."""
+    def answer_for(self, source: Answering) -> None:
+        """Let `source` give and take the values behind the placeholders, and say what to fetch; also after a copy."""
+        self._number = self._prefetcher.join(source, self._number)
         for slot in self._slots.values():
             add_source(slot.placeholder, source)
 
@@ -125,12 +135,50 @@ class OffloadedTensors:
         if slot is None:
             return False
         with self._lock:
-            if slot.name in self._held:
-                raise OffloadedWeightError(
-                    f"{slot.full} is in use: write to the tensor that the module holds now"
-                )
-            self._store(slot, value, None, weights_map)
+            held = self._held.get(slot.name)
+            if held is not None and held.guest is None:  # it goes home when the module lets go
+                with torch.no_grad():
+                    held.tensor.copy_(value)
+            else:
+                self._store(slot, value, None, weights_map)
         return True
+
+    @outside_inference_mode()
+    def lend(
+        self, placeholder: Tensor, weights_map: Mapping[str, Tensor], device: torch.device | None
+    ) -> Loan | None:
+        """The real tensor of a placeholder on `device`, or the one that the module holds now; None for one of somebody else.
+
+        ValueError without a device.
+        """
+        slot = self._slot_of(placeholder)
+        if slot is None:
+            return None
+        if device is None:
+            raise ValueError(
+                f"{slot.full} is offloaded and there is no device to compute on: give its hook an execution_device"
+            )
+        with self._lock:
+            held = self._held.get(slot.name)
+            if held is not None and held.guest is None:  # its changes go home when the module lets go
+                return Loan(tensor=held.tensor, settle=_nothing, end=_nothing, can_be_kept=False)
+            copy = self._copy(slot, Fetched(value=self._value(slot, weights_map)), device, None)
+        add_statistics(copy.tensor, slot.name, weights_map, device)
+        is_buffer = kind_of(slot.placeholder) is Tensor
+        look = (
+            functools.partial(self._value, slot, weights_map) if is_buffer else None
+        )  # as running statistics
+
+        @outside_inference_mode()
+        def settle() -> None:
+            if copy.was_changed(look):
+                with self._lock:
+                    self._store(slot, copy.tensor, copy, weights_map)
+
+        release = contextlib.ExitStack()
+        if slot.tie is not None:
+            release.callback(self._residents.release, slot.tie, device)
+        return Loan(tensor=copy.tensor, settle=settle, end=release.close, can_be_kept=True)
 
     @property
     def device_in_use(self) -> torch.device | None:
@@ -188,6 +236,22 @@ class OffloadedTensors:
                     self._residents.forget_placeholder(slot.tie)
                 del self._slots[slot.name]
 
+    def wants_next(self, weights_map: Mapping[str, Tensor], device: torch.device) -> Wanted | None:
+        """What the next hold will read, as far as the last one tells; None while it is there.
+
+        Without the lock: the prefetcher asks with its own, which is taken inside of ours.
+        """
+        slots = [slot for slot in list(self._slots.values()) if slot.name not in self._guests]
+        if self._held or not slots:
+            return None
+        plain = [slot.name for slot in slots if is_plain(slot.placeholder) and slot.tie is None]
+        return Wanted(
+            weights_map=weights_map,
+            device=device,
+            nbytes={slot.name: slot.nbytes for slot in slots},
+            staged=frozenset(plain),
+        )
+
     def fill(self, destination: dict[str, Any], prefix: str, weights_map: Mapping[str, Tensor]) -> None:
         """Replace the placeholders in a state dict by the real values, in the placeholder's dtype, where they are kept."""
         for slot in self._slots.values():
@@ -207,12 +271,17 @@ class OffloadedTensors:
 
         def make() -> Tensor:
             plain = place(tensor, None, _META, name=self._full(name))
-            return stand_in(plain, self._full(name), is_below="." in name)
+            return stand_in(plain, self._full(name))
 
         placeholder = make() if tie is None else self._residents.placeholder(tie, make)
         put_tensor(*owner_of(module, name), placeholder)
         return _Slot(
-            name=name, full=self._full(name), placeholder=placeholder, tie=tie, original_device=tensor.device
+            name=name,
+            full=self._full(name),
+            placeholder=placeholder,
+            tie=tie,
+            original_device=tensor.device,
+            nbytes=tensor.nbytes,
         )
 
     def _restore(self, module: nn.Module, slot: _Slot, weights_map: Mapping[str, Tensor]) -> None:
@@ -240,38 +309,55 @@ class OffloadedTensors:
         tied_params_map: TiedParams | None,
     ) -> None:
         self._device = device
+        number = self._number
+        fetched = {} if number is None else self._prefetcher.take(number, weights_map, device)
+        self._guests.clear()
         try:
             for slot in self._slots.values():
                 owner, leaf = owner_of(module, slot.name)
                 current = _current(owner, leaf)
                 if current is None:
                     continue
-                if current is not slot.placeholder and not current.is_meta:
+                if self._is_guest(slot, current):
+                    self._guests.add(slot.name)
                     self._held[slot.name] = held = host(current, device)
                     put_tensor(owner, leaf, held.tensor)
                     continue
                 if current is not slot.placeholder:  # moved, or converted, to another tensor without values
                     self._stand_alone(slot, current)
                     put_tensor(owner, leaf, slot.placeholder)
-                held = self._copy(slot, self._value(slot, weights_map), device, tied_params_map)
+                found = fetched.get(slot.name) or Fetched(value=self._value(slot, weights_map))
+                held = self._copy(slot, found, device, tied_params_map)
                 self._held[slot.name] = held
                 put_tensor(owner, leaf, held.tensor)
                 add_statistics(held.tensor, slot.name, weights_map, device)
+            if number is not None:
+                self._prefetcher.look_ahead(number)
         except BaseException:
             self._put_back(module, weights_map, tied_params_map, compare=False)
             raise
+
+    def _is_guest(self, slot: _Slot, tensor: Tensor) -> bool:
+        if tensor is slot.placeholder:
+            return False
+        if tensor.is_meta and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            raise OffloadedWeightError(
+                f"{slot.full} is offloaded, and a transform of torch.func wrapped what stands in for it: call the transform "
+                "with real values, such as those of model.state_dict()"
+            )
+        return not tensor.is_meta or is_of_another(tensor, slot.placeholder)
 
     def _stand_alone(self, slot: _Slot, tensor: Tensor) -> None:
         """The name no longer shares its tie's tensor: it was assigned one of its own."""
         slot.tie = None
         plain = place(tensor, None, _META, name=slot.full)
         like = slot.placeholder if is_placeholder(slot.placeholder) else None
-        slot.placeholder = stand_in(plain, slot.full, is_below="." in slot.name, like=like)
+        slot.placeholder = stand_in(plain, slot.full, like=like)
 
     def _copy(
-        self, slot: _Slot, value: Tensor, device: torch.device, tied_params_map: TiedParams | None
+        self, slot: _Slot, found: Fetched, device: torch.device, tied_params_map: TiedParams | None
     ) -> Held:
-        pointer = None
+        pointer, value = None, found.value
 
         def make() -> Tensor:
             nonlocal pointer
@@ -280,7 +366,8 @@ class OffloadedTensors:
                 shared = tied_params_map.get(value.data_ptr())
             if shared is not None and device in shared:
                 return shared[device]
-            tensor = self._place(slot, value.clone() if value.is_inference() else value, device)
+            source = value if found.staged is None else found.staged
+            tensor = self._place(slot, source.clone() if source.is_inference() else source, device)
             if tensor.requires_grad:
                 tensor.register_hook(RefuseGradient(slot.full))
             if shared is not None:
@@ -313,7 +400,7 @@ class OffloadedTensors:
             if current is held.tensor:
                 # running statistics are written without being counted
                 look = compare or (owner.training and leaf in owner._buffers)
-                if self._changed(slot, held, weights_map, look):
+                if held.was_changed(functools.partial(self._value, slot, weights_map) if look else None):
                     changed.append((slot, current, held))
                 copy_flag(slot.placeholder, current.requires_grad)
             elif (
@@ -327,39 +414,24 @@ class OffloadedTensors:
         for slot, tensor, kept in changed:
             self._store(slot, tensor, kept, weights_map)
 
-    def _changed(self, slot: _Slot, held: Held, weights_map: Mapping[str, Tensor], look: bool) -> bool:
-        """Whether a tensor was written to; `look` compares it with its home, as writing by `.data` is not counted."""
-        if held.version is not None and held.tensor._version != held.version:
-            return True
-        if not look or held.tensor.is_meta or held.value.is_meta:
-            return False
-        home = held.value
-        if same_memory(held.tensor, home):  # a change is in both: ask again
-            home = self._value(slot, weights_map)
-        return not same_memory(held.tensor, home) and differs(held.tensor, home)
-
     def _store(
         self, slot: _Slot, tensor: Tensor, held: Held | None, weights_map: Mapping[str, Tensor]
     ) -> None:
         """Bring a changed tensor home, under every name of its tie."""
+        self._prefetcher.forget()
+        forget(slot.placeholder)
         tensor = tensor.detach()
         full = slot.full
         write_home(weights_map, slot.name, full, tensor, None if held is None else held.value)
         if slot.tie is None:
             return
-        for other in self._residents.names_of(slot.tie):
-            entry = None if other == full else entry_of(weights_map, self._path, other)
-            if entry is None:
-                continue
-            its_map, key = entry
-            kept = read_home(its_map, key, other)
-            home = self._value(slot, weights_map)
-            if not same_memory(kept, home) and (kept.dtype != home.dtype or differs(kept, home)):
-                write_home(its_map, key, other, home, None)
+        others = [name for name in self._residents.names_of(slot.tie) if name != full]
+        write_others(weights_map, self._path, others, self._value(slot, weights_map))
         self._residents.refresh(slot.tie, tensor)
 
     def _value(self, slot: _Slot, weights_map: Mapping[str, Tensor]) -> Tensor:
-        return read_home(weights_map, slot.name, slot.full)
+        with self._prefetcher.reading():
+            return read_home(weights_map, slot.name, slot.full)
 
     def _slot_of(self, placeholder: Tensor) -> _Slot | None:
         return next((slot for slot in self._slots.values() if slot.placeholder is placeholder), None)
@@ -376,18 +448,23 @@ class OffloadedTensors:
     def _forget_holds(self) -> None:
         self._held = {}
         self._holds = 0
+        self._guests: set[str] = set()  # names that somebody else's tensors had in the last hold
         self._lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
         slots = {
             name: replace(slot, placeholder=again(slot.placeholder)) for name, slot in self._slots.items()
         }
-        kept = {k: v for k, v in self.__dict__.items() if k not in ("_held", "_holds", "_lock")}
+        kept = {k: v for k, v in self.__dict__.items() if k not in ("_held", "_holds", "_guests", "_lock")}
         return {**kept, "_slots": slots}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._forget_holds()
+
+
+def _nothing() -> None:
+    """A tensor that the module holds needs no care of ours."""
 
 
 def _current(owner: nn.Module, leaf: str) -> Tensor | None:

@@ -1,81 +1,80 @@
-"""The tensor that stands in a module for an offloaded weight: it tells what it is, and refuses to be computed with.
+"""The tensor that stands in a module for an offloaded weight: whoever computes with it computes with the real one.
 
 [Note: what a placeholder answers]
 A plain meta tensor is not enough: some kernels of the CPU take one as if it had values, and compute with memory that
 nobody wrote. A placeholder is on meta too, of a subclass of the weight's class, and sees every call that torch makes on it:
 
     shape, dtype, device, flags, hooks ...   answered
-    detach, data, a change of dtype          another placeholder of the same weight
-    copy_, data = value                      takes effect: the value goes home, into the weights map
-    deepcopy                                 a placeholder; one for all names of a tie, as before
-    pickle                                   the real value, or a placeholder where a whole module is pickled (`again`)
-    everything else                          OffloadedWeightError, with the weight's name and the ways out
+    detach, data, views                      another placeholder of the same weight
+    everything else                          done with the real tensor, in place too (borrowing.py)
+    data = value                             the value goes home, into the weights map
+    a conversion of its module               to another dtype: takes effect; to a device: OffloadedWeightError
+    deepcopy, pickle                         the real value, or a placeholder where its module is copied (copying.py)
+
+`__torch_function__` sees what comes from Python. What goes past it (C++ extensions, `autograd.Function`, `torch.func`)
+meets `__torch_dispatch__` in each operator. Only who reads the memory itself finds none: a meta tensor has a null address.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import types
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-ORIGIN = "_acc_offloaded"  # in the instance dictionary of a placeholder, beside what users hung on the weight
+from acc_hooks.borrowing import address, compute, is_converting, real_value
+from acc_hooks.origin import (
+    ORIGIN,
+    Origin,
+    Recipe,
+    RefuseGradient,
+    Source,
+    origin_of,
+    refuse_call,
+    refuse_orphan,
+    root_of,
+    stored_form,
+)
+from acc_hooks.untraced import untraced
+
+_IS_PARAMETER = "_is_param"  # torch's mark: a tensor of another class that counts as an nn.Parameter
 
 _ANSWERED_TEXT = """
 shape dtype device layout requires_grad is_leaf grad grad_fn ndim names name output_nr itemsize nbytes retains_grad
 is_meta is_cpu is_cuda is_xpu is_mps is_mtia is_maia is_ipu is_hpu is_xla is_vulkan is_mkldnn is_nested is_quantized
 is_sparse is_sparse_csr _version _base _grad _grad_fn _cdata _backward_hooks _post_accumulate_grad_hooks grad_dtype
-size dim ndimension numel nelement element_size stride storage_offset dim_order get_device data_ptr
+size dim ndimension numel nelement element_size stride storage_offset dim_order get_device
 is_contiguous is_floating_point is_complex is_signed is_inference is_same_size is_set_to is_pinned is_shared is_conj
 is_neg is_distributed has_names _is_view _is_zerotensor _has_symbolic_sizes_strides _has_compatible_shallow_copy_type
 untyped_storage storage storage_type _typed_storage requires_grad_ retain_grad register_hook
 register_post_accumulate_grad_hook detach_ result_type __len__ __hash__ __dir__
 """
 _ANSWERED = frozenset(_ANSWERED_TEXT.split())
-_KEPT = frozenset({"detach", "data", "to", "type", "double", "float", "half", "bfloat16"})
-
-
-class OffloadedWeightError(RuntimeError):
-    """A weight that is offloaded was asked for something only a weight that stays can do."""
-
-
-class Source(Protocol):
-    """Who can give and take the value behind a placeholder."""
-
-    def _value_behind(self, placeholder: Tensor) -> Tensor | None:
-        """The real tensor, or None where the placeholder is not this source's."""
-
-    def _write_behind(self, placeholder: Tensor, value: Tensor) -> bool:
-        """Bring a new value home; False where the placeholder is not this source's."""
-
-
-class RefuseGradient:
-    """Stops a backward pass that would leave a gradient on a copy nobody keeps."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, gradient: Tensor) -> Tensor:  # noqa: ARG002
-        raise OffloadedWeightError(
-            f"{self._name} is offloaded: it cannot be trained, its gradient would be lost with the copy the forward used. "
-            "Call requires_grad_(False) on the weights that are not trained, and keep those that are on their device"
-        )
-
-
-class _Origin:
-    """What a placeholder knows of its weight. Sources are held weakly: a placeholder keeps no hook alive."""
-
-    def __init__(self, name: str, is_below: bool, sources: Sequence[weakref.ref[Source]] = ()) -> None:
-        self.name = name
-        self.is_below = is_below  # in a module without a hook, whose pickling we do not see
-        self.sources = list(sources)
-        self.again: _Again | None = None
+_CONVERSIONS = frozenset({"to", "type", "double", "float", "half", "bfloat16"})
+_MOVES = _CONVERSIONS | {
+    "cpu",
+    "cuda",
+    "xpu",
+    "npu",
+    "mtia",
+    "hpu",
+    "ipu",
+    "mlu",
+    "musa",
+    "sdaa",
+    "pin_memory",
+}
+_RESHAPES_TEXT = """
+set_ resize_ resize_as_ share_memory_ t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_ as_strided_ rename_
+"""
+_REFUSED = frozenset([*_RESHAPES_TEXT.split(), "__setstate__"])
 
 
 class _Placeholder(Tensor):
@@ -87,44 +86,39 @@ class _Placeholder(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = _name_of(func)
-        if name in _ANSWERED or (name in _KEPT and _stays_on_meta(name, func, args, kwargs)):
-            with torch._C.DisableTorchFunctionSubclass():
-                result = func(*args, **kwargs)
-            return stand_in(result, like=args[0]) if name in _KEPT and type(result) is Tensor else result
-        if name in ("copy_", "data") and is_placeholder(args[0]) and not is_placeholder(args[1]):
-            return _write(args[0], args[1], name)
-        raise OffloadedWeightError(_refusal([*args, *kwargs.values()], name))
+        if name in _ANSWERED and func is not torch.autograd.grad:
+            with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
+                return func(*args, **kwargs)
+        return untraced(_serve, name, func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        for value in _flat(args):
+            if is_placeholder(value):
+                _refuse_gradient(value)
+        return compute(functools.partial(_call_and_count, func), args, kwargs or {}, lambda real, _: real)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         shape, dtype = tuple(self.shape), self.dtype
-        return f"{self._stands_for.__name__}(offloaded {_origin(self).name!r}, {shape=}, {dtype=})"
+        return f"{kind_of(self).__name__}(offloaded {_origin(self).name!r}, {shape=}, {dtype=})"
 
     def __format__(self, spec: str) -> str:
-        return format(repr(self), spec)
+        return format(real_value(self), spec) if spec else repr(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(again(self), memo)
+        stored = stored_form.of(self)
+        return copy.deepcopy(_value(self) if stored is None else stored, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if _origin(self).is_below:
-            return _itself, (again(self),)
-        for source in _sources(self):
-            value = source._value_behind(self)
-            if value is not None:
-                return value.__reduce_ex__(protocol)
-        raise OffloadedWeightError(_refusal([self], "pickle"))
+        stored = stored_form.of(self)
+        return _value(self).__reduce_ex__(protocol) if stored is None else (itself, (stored,))
 
 
-class _Again:
-    """Copies and pickles as a new placeholder; there is one for each placeholder, so that ties stay ties."""
-
-    recipe: tuple[Any, ...] = ()
-
-    def __reduce__(self) -> Any:
-        return _make_again, self.recipe
-
-
-def stand_in(tensor: Tensor, name: str = "", *, is_below: bool = False, like: Tensor | None = None) -> Tensor:
+def stand_in(
+    tensor: Tensor, name: str, *, like: Tensor | None = None, recipe: Recipe | None = None
+) -> Tensor:
     """A placeholder for the weight `name`, with the class, the flags and the attributes of `tensor`, which is on meta.
 
     `like` is a placeholder of the same weight. Tensors that wrap others have calls of their own to answer, and are
@@ -133,17 +127,28 @@ def stand_in(tensor: Tensor, name: str = "", *, is_below: bool = False, like: Te
     wraps: bool = is_traceable_wrapper_subclass(tensor)
     if wraps:
         return tensor
-    known = None if like is None else vars(like).get(ORIGIN)
     kind = kind_of(tensor)
     if kind is Tensor and isinstance(tensor, nn.Parameter):  # torch marks it, where it converts a placeholder
         kind = nn.Parameter
-    with torch._C.DisableTorchFunctionSubclass():
-        data = Tensor.detach(tensor)
-        new: Tensor = torch.Tensor._make_subclass(_class_for(kind), data, tensor.requires_grad)
-    new.__dict__.update(attributes_of(tensor))
-    new.__dict__[ORIGIN] = (
-        _Origin(name, is_below) if known is None else _Origin(known.name, known.is_below, known.sources)
-    )
+    new = make_placeholder(kind, tensor, tensor.requires_grad, attributes_of(tensor), name)
+    if like is not None:
+        _origin(new).sources += _origin(like).sources
+    _origin(new).recipe = recipe
+    return new
+
+
+def make_placeholder(
+    kind: type[Tensor], data: Tensor, requires_grad: bool, attributes: Mapping[str, Any], name: str
+) -> Tensor:
+    """A placeholder that nobody answers for yet; `data` is on meta."""
+    # nn.Parameter(weight) wants weight.detach() to be of the weight's class: a parameter is a tensor with torch's mark
+    its_class = _class_for(Tensor if kind is nn.Parameter else kind)
+    with _on_meta():
+        new: Tensor = torch.Tensor._make_subclass(its_class, Tensor.detach(data), requires_grad)
+    new.__dict__.update(attributes)
+    if kind is nn.Parameter:
+        new.__dict__[_IS_PARAMETER] = True
+    new.__dict__[ORIGIN] = Origin(name=name)
     return new
 
 
@@ -152,15 +157,26 @@ def is_placeholder(tensor: Any) -> bool:
     return isinstance(tensor, _Placeholder)
 
 
+def is_of_another(tensor: Tensor, placeholder: Tensor) -> bool:
+    """Whether a tensor on meta has values that are not those of `placeholder`: another weight's, or a view."""
+    if not is_placeholder(tensor):
+        return False
+    root = root_of(tensor)
+    return root is None or (root is not placeholder and bool(_origin(root).living_sources()))
+
+
 def kind_of(tensor: Tensor) -> type[Tensor]:
     """The tensor's class; for a placeholder that of its weight."""
     kind = type(tensor)
-    return kind._stands_for if issubclass(kind, _Placeholder) else kind
+    if not issubclass(kind, _Placeholder):
+        return kind
+    stands_for: type[Tensor] = kind._stands_for
+    return nn.Parameter if stands_for is Tensor and _IS_PARAMETER in vars(tensor) else stands_for
 
 
 def without_class(placeholder: Tensor) -> Tensor:
     """The meta tensor that a placeholder is, without its class."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with _on_meta():
         return Tensor.detach(placeholder)
 
 
@@ -173,54 +189,13 @@ def copy_flag(placeholder: Tensor, requires_grad: bool) -> None:
 
 def attributes_of(tensor: Tensor) -> dict[str, Any]:
     """What users hung on a tensor."""
-    return {name: value for name, value in vars(tensor).items() if name != ORIGIN}
+    return {name: value for name, value in vars(tensor).items() if name not in (ORIGIN, _IS_PARAMETER)}
 
 
 def add_source(placeholder: Tensor, source: Source) -> None:
     """Let `source` answer for the placeholder, as long as it lives."""
     if is_placeholder(placeholder):
         _origin(placeholder).sources.append(weakref.ref(source))
-
-
-def again(tensor: Any) -> Any:
-    """What is copied or pickled for `tensor` so that it comes back as a placeholder; anything else is itself."""
-    if not is_placeholder(tensor):
-        return tensor
-    origin = _origin(tensor)
-    if origin.again is None:
-        origin.again = _Again()
-    origin.again.recipe = (
-        tensor._stands_for,
-        tuple(tensor.shape),
-        tensor.stride(),
-        tensor.dtype,
-        tensor.requires_grad,
-        attributes_of(tensor),
-        origin.name,
-        origin.is_below,
-    )
-    return origin.again
-
-
-def without_placeholders(state: dict[str, Any], held: Mapping[int, Tensor]) -> dict[str, Any]:
-    """The instance dictionary of a module with `again` in the place of each placeholder, and of each tensor in `held`.
-
-    The same dictionary if there is none. `held`: id of a tensor -> its placeholder.
-    """
-
-    def stored(tensor: Any) -> Any:
-        return again(held.get(id(tensor), tensor))
-
-    changed: dict[str, Any] = {}
-    for key in ("_parameters", "_buffers"):
-        tensors = state.get(key) or {}
-        new = {name: stored(tensor) for name, tensor in tensors.items()}
-        if any(new[name] is not tensor for name, tensor in tensors.items()):
-            changed[key] = type(tensors)(new)
-    flat = state.get("_flat_weights") or ()
-    if any(stored(tensor) is not tensor for tensor in flat):
-        changed["_flat_weights"] = [stored(tensor) for tensor in flat]
-    return {**state, **changed} if changed else state
 
 
 @functools.cache
@@ -231,46 +206,132 @@ def _class_for(kind: type[Tensor]) -> Any:
     return types.new_class(kind.__name__, bases, exec_body=lambda namespace: namespace.update(names))
 
 
-def _make_again(
-    kind: type[Tensor],
-    shape: Sequence[int],
-    stride: Sequence[int],
-    dtype: torch.dtype,
-    requires_grad: bool,
-    attributes: dict[str, Any],
-    name: str,
-    is_below: bool,
-) -> Tensor:
-    data = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-    new = torch.Tensor._make_subclass(_class_for(kind), data, requires_grad)
-    new.__dict__.update(attributes)
-    new.__dict__[ORIGIN] = _Origin(name, is_below)
-    return new
+@contextlib.contextmanager
+def _on_meta() -> Iterator[None]:
+    """A placeholder is the meta tensor that it is."""
+    with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
+        yield
 
 
-def _itself(placeholder: Tensor) -> Tensor:
-    """Unpickles what `again` became, the same object wherever it is met."""
+def _serve(name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    """What is not answered by the placeholder alone."""
+    first: Any = args[0] if args else None
+    if is_placeholder(first):
+        if name == "data_ptr":
+            return address(first)
+        if name == "detach" or (name == "data" and len(args) == 1):
+            return _converted(first, Recipe(func=Tensor.detach, args=(first,), is_whole=True))
+        if name == "data":
+            return _assign(first, args[1])
+        if name == "copy_" and _origin(first).recipe is None and not is_placeholder(args[1]):
+            return _write(first, args[1], first.dtype)  # what is overwritten need not be read
+        if is_converting():
+            return _convert(first, name, func, args, kwargs)
+    if func in (torch.autograd.grad, torch.autograd.backward):
+        RefuseGradient(_name_in(args, kwargs))()
+    if name in _REFUSED:
+        raise refuse_call(_name_in(args, kwargs), name)
+    return compute(func, args, kwargs, None if name in _MOVES else _make_view)
+
+
+def _call_and_count(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    """Below autograd a change is not counted by torch, and the count tells what goes home."""
+    result = operator(*args, **kwargs)
+    schema = operator._schema
+    if schema.is_mutable:
+        given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)}
+        given.update(kwargs)
+        for argument in schema.arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for tensor in _flat([given.get(argument.name)]):
+                    if isinstance(tensor, Tensor) and not tensor.is_inference():
+                        torch.autograd.graph.increment_version(tensor)
+    return result
+
+
+def _make_view(real: Tensor, recipe: Recipe) -> Tensor:
+    like = next(arg for arg in _flat(recipe.args) if is_placeholder(arg))
+    data = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="meta")
+    return stand_in(data.requires_grad_(real.requires_grad), _origin(like).name, like=like, recipe=recipe)
+
+
+def _converted(placeholder: Tensor, recipe: Recipe) -> Tensor:
+    with _on_meta():
+        data = recipe.func(*recipe.args, **recipe.kwargs)
+    return stand_in(data, _origin(placeholder).name, like=placeholder, recipe=recipe)
+
+
+def _convert(placeholder: Tensor, name: str, func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Its module is converted: to another dtype it may be."""
+    if name not in _CONVERSIONS or not _stays_on_meta(name, args, kwargs):
+        raise refuse_call(_name_in(args, kwargs), name)
+    recipe = Recipe(func=func, args=args, kwargs=kwargs, is_whole=True)
+    made = _converted(placeholder, recipe)
+    return placeholder if made.dtype is placeholder.dtype else made
+
+
+def _assign(placeholder: Tensor, value: Tensor) -> None:
+    """`placeholder.data = value`."""
+    if not (is_placeholder(value) and is_of_another(value, placeholder)) and value.is_meta:
+        _become(placeholder, value)
+        return
+    if value.shape != placeholder.shape:
+        raise refuse_call(_origin(placeholder).name, "data")
+    if is_placeholder(value):
+        value = real_value(value)
+    _write(placeholder, value, value.dtype)
+    if value.dtype is not placeholder.dtype:
+        _become(placeholder, without_class(placeholder).to(value.dtype))
+
+
+def _become(placeholder: Tensor, data: Tensor) -> None:
+    """Take the shape and dtype of `data`, which is on meta."""
+    data = data if is_placeholder(data) else stand_in(data, _origin(placeholder).name)
+    with _on_meta():
+        placeholder.data = data
+
+
+def _write(placeholder: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
+    with torch.no_grad():
+        new = torch.empty(placeholder.shape, dtype=dtype, device=value.device).copy_(value)
+    if not any(source._write_behind(placeholder, new) for source in _origin(placeholder).living_sources()):
+        raise refuse_orphan(_origin(placeholder).name)
     return placeholder
 
 
-def _write(placeholder: Tensor, value: Tensor, call: str) -> Tensor:
-    if call == "data" and (value.shape, value.dtype) != (placeholder.shape, placeholder.dtype):
-        raise OffloadedWeightError(_refusal([placeholder], call))
-    with torch.no_grad():
-        new = torch.empty(placeholder.shape, dtype=placeholder.dtype, device=value.device).copy_(value)
-    for source in _sources(placeholder):
-        if source._write_behind(placeholder, new):
-            return placeholder
-    raise OffloadedWeightError(_refusal([placeholder], call))
+def _refuse_gradient(placeholder: Tensor) -> None:
+    """Below autograd: who went past `__torch_function__` has a graph that ends in the placeholder itself."""
+    origin = _origin(placeholder)
+    if placeholder.requires_grad and placeholder.is_leaf and not origin.refuses_gradient:
+        origin.refuses_gradient = True
+        placeholder.register_hook(RefuseGradient(origin.name))
 
 
-def _sources(placeholder: Tensor) -> list[Source]:
-    return [source for reference in _origin(placeholder).sources if (source := reference()) is not None]
+def _value(placeholder: Tensor) -> Tensor:
+    """The real value where it is kept."""
+    recipe = _origin(placeholder).recipe
+    if recipe is not None and recipe.is_whole:
+        value: Tensor = recipe.func(_value(recipe.args[0]), *recipe.args[1:], **recipe.kwargs)
+        return (
+            nn.Parameter(value, placeholder.requires_grad) if kind_of(placeholder) is nn.Parameter else value
+        )
+    if recipe is not None:
+        return real_value(placeholder)
+    for source in _origin(placeholder).living_sources():
+        kept = source._value_behind(placeholder)
+        if kept is not None:
+            return kept
+    raise refuse_orphan(_origin(placeholder).name)
 
 
-def _origin(placeholder: Tensor) -> _Origin:
-    known = vars(placeholder).get(ORIGIN)
-    return known if known is not None else _Origin("an offloaded weight", True)
+def itself(placeholder: Tensor) -> Tensor:
+    """Unpickles what a placeholder was stored as, the same object wherever it is met."""
+    return placeholder
+
+
+def _origin(placeholder: Tensor) -> Origin:
+    known = origin_of(placeholder)
+    return known if known is not None else Origin(name="an offloaded weight")
 
 
 def _name_of(func: Any) -> str:
@@ -279,9 +340,7 @@ def _name_of(func: Any) -> str:
     return func.__self__.__name__ if name in ("__get__", "__set__") else name
 
 
-def _stays_on_meta(name: str, func: Any, args: Any, kwargs: Any) -> bool:
-    if name == "data":
-        return func.__name__ == "__get__" or args[1].is_meta
+def _stays_on_meta(name: str, args: Any, kwargs: Any) -> bool:
     if name == "to":
         device = torch._C._nn._parse_to(*args[1:], **kwargs)[0]
         return device is None or device.type == "meta"
@@ -290,18 +349,14 @@ def _stays_on_meta(name: str, func: Any, args: Any, kwargs: Any) -> bool:
     return True
 
 
-def _refusal(values: Any, call: str) -> str:
-    names: list[str] = []
-    waiting = list(values)
-    while waiting and not names:
-        value = waiting.pop(0)
-        if is_placeholder(value):
-            names.append(_origin(value).name)
-        elif isinstance(value, (list, tuple)):
-            waiting += value
-    return (
-        f"{names[0] if names else 'a weight'} is offloaded: it has no values outside of its module's forward, and {call!r} "
-        "needs them. Use it inside `with align_module_device(module)`; where the forward of a parent computes with it, give "
-        "the parent's class in preload_module_classes when you offload; to move, fill or offload the model anew, call "
-        "remove_hook_from_module(model, recurse=True) first"
-    )
+def _flat(values: Any) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+def _name_in(args: Any, kwargs: Any) -> str:
+    """The weight that a call is about."""
+    return next(_origin(value).name for value in _flat([*args, *kwargs.values()]) if is_placeholder(value))

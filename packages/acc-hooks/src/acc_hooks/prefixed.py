@@ -41,6 +41,14 @@ def innermost(weights_map: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return weights_map
 
 
+def home_of(weights_map: Mapping[str, Tensor], name: str) -> tuple[Mapping[str, Tensor], str]:
+    """The map that a chain of PrefixedDataset looks into, and what it calls `name`."""
+    while isinstance(weights_map, PrefixedDataset):
+        name = f"{weights_map.prefix}{name}"
+        weights_map = weights_map.dataset
+    return weights_map, name
+
+
 def lacks(weights_map: Mapping[str, Tensor], name: str) -> bool:
     """Whether the map says, without reading a value, that it has no such tensor."""
     if type(innermost(weights_map)).__contains__ is Mapping.__contains__:  # it would read the tensor

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from acc_hooks.placeholder import again
+from acc_hooks.copying import again
 
 
 class Residents:

@@ -75,18 +75,19 @@ def set_module_tensor_to_device(
         if value is None:
             return  # registered as None: nothing to move
         old = value if is_buffer else nn.Parameter(value, requires_grad=value.requires_grad)
-    shared = _shared(tied_params_map, old if value is None else value)
+    shared = _shared(tied_params_map, old if value is None else value) if tied_params_map else None
     if shared is not None and target in shared:
         new = shared[target]
     else:
-        new = place(old, value, target, name=tensor_name, dtype=_dtype(dtype), non_blocking=non_blocking)
+        wanted = None if dtype is None else _dtype(dtype)
+        new = place(old, value, target, name=tensor_name, dtype=wanted, non_blocking=non_blocking)
         if shared is not None:
             shared[target] = new
     if new is not old or value is not None:
         put_tensor(owner, name, new)
     if fp16_statistics is not None:
         new.SCB = fp16_statistics.to(target, non_blocking=non_blocking)  # type: ignore[attr-defined]
-    if clear_cache and target.type not in ("cpu", "meta") and new is not old:
+    if clear_cache and new is not old and target.type not in ("cpu", "meta"):
         clear_device_cache()
 
 
@@ -135,8 +136,10 @@ def place(
         if old.device == device and dtype in (None, old.dtype):
             return old
         value = old
-    _check(old, value, device, name)
-    value = _cast(old, value, dtype)
+    if value.is_meta or value.shape != old.shape:
+        _check(old, value, device, name)
+    if dtype is not None or value.dtype is not old.dtype:
+        value = _cast(old, value, dtype)
     try:
         if is_plain(old) and is_plain(value):
             return _place_plain(old, value, device, non_blocking)
@@ -153,16 +156,20 @@ def place(
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether this is a tensor or parameter of torch's own class, or stands for one."""
-    kind = kind_of(tensor)
-    return kind is Tensor or kind is nn.Parameter
+    kind = type(tensor)
+    if kind is not nn.Parameter and kind is not Tensor:
+        kind = kind_of(tensor)
+    return kind is nn.Parameter or kind is Tensor
 
 
 def new_like(old: Tensor, data: Tensor) -> Tensor:
     """`data` as a parameter of `old`'s class, with its `requires_grad` and attributes; just `data` if `old` is a buffer."""
-    if not isinstance(old, nn.Parameter):
-        return data.detach()
+    kind = type(old)
+    if kind is not nn.Parameter:
+        if not isinstance(old, nn.Parameter):
+            return data.detach()
+        kind = kind_of(old)
     requires_grad = old.requires_grad and _is_float(data)
-    kind = kind_of(old)
     if kind is nn.Parameter:
         new: Tensor = nn.Parameter(data, requires_grad)
     else:
@@ -175,9 +182,8 @@ def new_like(old: Tensor, data: Tensor) -> Tensor:
 def _cast(old: Tensor, value: Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     """In the wanted dtype; integers and bools keep theirs if one was asked for, packed weights always."""
     if dtype is None:
-        dtype = old.dtype
-        is_packed = kind_of(old).__name__ in _BITSANDBYTES
-        return value if value.dtype is dtype or (is_packed and not _is_float(value)) else value.to(dtype)
+        is_packed = kind_of(old).__name__ in _BITSANDBYTES and not _is_float(value)
+        return value if is_packed else value.to(old.dtype)
     return value.to(dtype) if _is_float(value) else value
 
 
@@ -262,14 +268,14 @@ def _is_missing(device: torch.device) -> bool:
     return device.type in {row.kind for row in DEVICE_TABLE} and device_count(device) <= (device.index or 0)
 
 
-def _shared(tied_params_map: TiedParams | None, source: Tensor) -> dict[torch.device, Tensor] | None:
-    if not tied_params_map or source.device.type == "meta":
+def _shared(tied_params_map: TiedParams, source: Tensor) -> dict[torch.device, Tensor] | None:
+    if source.is_meta:
         return None
     return tied_params_map.get(source.data_ptr())
 
 
-def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    if dtype is None or isinstance(dtype, torch.dtype):
+def _dtype(dtype: str | torch.dtype) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
         return dtype
     found = getattr(torch, str(dtype).removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):

@@ -13,6 +13,9 @@ import torch
 
 R = TypeVar("R")
 
+# True while torch.export traces, strictly or not; older versions of torch do not tell
+is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
+
 _disabled: Callable[..., Any] | None = None  # `_call` as dynamo leaves it alone; made when dynamo is there
 
 

@@ -133,6 +133,16 @@ class OffloadedWeightsLoader(WeightStore):
         own = name in self.state_dict or home in self.state_dict or home not in self.index
         return name if own or _is_slice(self.index[home]) else home
 
+    def is_at_hand(self, name: str) -> bool:
+        if name in self.state_dict:
+            return True
+        if self.device is not None:
+            return False
+        try:
+            return not self._is_converted(name)
+        except (OSError, ValueError, ReplacedFileError):  # who reads it will hear so
+            return True
+
     def hold(self, names: Iterable[str] | None = None) -> None:
         """Map the files of `names` (default: all) now, so that replacing them later cannot change this model's weights."""
         for name in self.index if names is None else names:
@@ -161,6 +171,13 @@ class OffloadedWeightsLoader(WeightStore):
             self._recognise(key, file_identity(key))
             tensor = read_raw(key, info)
         return self._mapped.setdefault(key, tensor)  # another thread may have been faster
+
+    def _is_converted(self, name: str) -> bool:
+        """Whether reading makes a tensor of another dtype than the file's."""
+        info = self.index[name]
+        if not _is_slice(info) or info.get("dtype") is None:
+            return False
+        return self._slices(info).dtype(info.get("weight_name", name)) != dtype_named(info["dtype"])
 
     def _raw_file(self, name: str) -> str:
         if self.save_folder is None:

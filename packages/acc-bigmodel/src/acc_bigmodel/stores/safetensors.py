@@ -77,6 +77,9 @@ class SafetensorsStore(WeightStore):
     def alias_of(self, name: str) -> str:
         return self._home[name]
 
+    def is_at_hand(self, name: str) -> bool:
+        return name in self._home
+
     def _layout_of(self, name: str) -> tuple[torch.Size, torch.dtype]:
         layout = self._layout.get(name)
         if layout is None:

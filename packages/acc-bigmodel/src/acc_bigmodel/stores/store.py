@@ -68,6 +68,10 @@ class WeightStore(Mapping[str, torch.Tensor]):
         """The name under which the same stored tensor was saved first; `name` itself when it shares with none."""
         return name
 
+    def is_at_hand(self, name: str) -> bool:  # noqa: ARG002
+        """Whether reading the tensor takes no time, as when it is in memory or mapped: fetching it ahead wins nothing."""
+        return False
+
 
 def file_identity(file: str | os.PathLike[str]) -> tuple[int, ...]:
     """What differs when a file was replaced or written to."""
@@ -98,6 +102,9 @@ class MemoryStore(WeightStore):
 
     def dtype(self, name: str) -> torch.dtype:
         return self.tensors[name].dtype
+
+    def is_at_hand(self, name: str) -> bool:
+        return name in self.tensors
 
 
 class ChainedStore(WeightStore):
@@ -141,3 +148,6 @@ class ChainedStore(WeightStore):
 
     def alias_of(self, name: str) -> str:
         return self._home[name].alias_of(name)
+
+    def is_at_hand(self, name: str) -> bool:
+        return self._home[name].is_at_hand(name)

@@ -77,6 +77,9 @@ class TorchFileStore(MemoryStore):
     def alias_of(self, name: str) -> str:
         return self._first[name]
 
+    def is_at_hand(self, name: str) -> bool:
+        return name in self.tensors and not self._is_mapped
+
 
 def read_torch_file(file: str, mapped: bool = False) -> Any:
     """What torch.save wrote, on the CPU; only plain data is read. ValueError when it is more than that, or damaged."""
