@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from acc_bigmodel import get_balanced_memory, get_max_memory, infer_auto_device_map, init_empty_weights
-from acc_bigmodel.budget import check_present
+from acc_bigmodel.budget import check_present, device_key
+from acc_ops.fake_accelerator import fake_accelerator
 
 
 class Block(nn.Module):
@@ -105,3 +106,18 @@ def test_a_device_that_is_not_there_is_named() -> None:
     check_present({"": "cpu", "layers": "disk", "head": "meta"})
     with pytest.raises(ValueError, match="'layers' to 'cuda:99', but this machine has"):
         check_present({"": "cpu", "layers": "cuda:99"})
+
+
+def test_a_new_kind_of_single_device_needs_a_row_and_no_other_edit() -> None:
+    with fake_accelerator(count=1, single=True, shares_host_memory=True) as fake:
+        assert list(get_max_memory()) == [fake.kind]
+        assert device_key(fake.device) == device_key(fake.kind) == fake.kind
+        given = {"disk": 3, "cpu": 2, fake.kind: 1}
+        assert list(get_max_memory(given)) == [fake.kind, "cpu", "disk"]
+        check_present({"": fake.kind})
+        with pytest.raises(ValueError, match="'head' to 0, but this machine has 0 numbered"):
+            check_present({"head": 0})
+    with fake_accelerator(count=2) as fake:
+        assert list(get_max_memory()) == [0, 1, "cpu"]
+        with pytest.raises(ValueError, match="'head' to 'mps', but this machine has 2 numbered"):
+            check_present({"": 1, "head": "mps"})

@@ -32,6 +32,7 @@ from acc_hooks import (
     iterate_hooks,
     remove_hook_from_module,
 )
+from acc_ops.fake_accelerator import fake_accelerator
 
 
 def test_every_form_of_one_device_is_a_plain_move(
@@ -375,3 +376,17 @@ def test_how_many_layers_are_fetched_ahead_is_said_to_the_hooks_and_mapped_weigh
         (hook,) = [hook for hook in iterate_hooks(attached_hook(model.layers[1].up)) if hook.offload]
         assert hook._prefetcher._layers_ahead == options.get("prefetch", 2)
         assert hook._prefetcher._thread is None
+
+
+def test_the_method_of_a_new_kind_of_device_is_guarded_too(
+    tied_model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with fake_accelerator() as fake:
+        monkeypatch.setattr(nn.Module, fake.kind, lambda self: self.to(fake.device), raising=False)
+        cpu_offload(tied_model, fake.device)
+        with pytest.raises(RuntimeError, match="cannot be moved"):
+            getattr(tied_model, fake.kind)()
+        remove_hook_from_module(tied_model, recurse=True)
+        assert getattr(tied_model, fake.kind)().embed.weight.device == fake.device
+        tied_model.to("cpu")
+        assert not {"to", fake.kind} & set(vars(tied_model))

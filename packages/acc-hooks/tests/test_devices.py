@@ -215,3 +215,20 @@ def test_a_module_visits_another_device_and_comes_back_with_what_was_written(fak
             layer.weight.fill_(3)
     assert layer.weight is weight
     assert torch.equal(weight, torch.full((4, 4), 3.0))
+
+
+def test_a_new_kind_of_device_needs_a_row_and_no_other_edit(fake, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, fake.kind, lambda self: self.to(fake.device), raising=False)
+    layer = nn.Linear(4, 4).requires_grad_(False)
+    expected = layer.weight.clone()
+    add_hook_to_module(layer, AlignDevicesHook(fake.device, offload=True))
+    moved = getattr(layer.weight, fake.kind)()
+    assert type(moved) in (torch.Tensor, nn.Parameter)  # the value, no placeholder
+    assert torch.equal(moved.cpu(), expected)
+    setattr(layer, fake.kind, lambda: None)  # as dispatching does
+    layer.xla = True  # the user's
+    with pytest.raises(ValueError, match="no such device"):
+        set_module_tensor_to_device(nn.Linear(4, 4), "weight", f"{fake.kind}:7")
+    remove_hook_from_module(layer)
+    assert fake.kind not in vars(layer)
+    assert layer.xla

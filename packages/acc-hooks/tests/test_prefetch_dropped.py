@@ -27,7 +27,8 @@ from acc_hooks import (
     prefetch,
     remove_hook_from_module,
 )
-from acc_hooks.prefetch import Prefetcher, Wanted
+from acc_hooks.fetching import Wanted
+from acc_hooks.prefetch import Prefetcher
 from acc_ops.testing import run_threads
 from acc_ops.world import current_world
 

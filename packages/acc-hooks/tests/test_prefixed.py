@@ -5,7 +5,7 @@ import types
 import torch
 
 from acc_hooks import PrefixedDataset
-from acc_hooks.prefixed import innermost, is_writable, lacks
+from acc_hooks.prefixed import innermost, is_at_hand, is_writable, lacks
 
 
 def test_a_view_looks_under_its_prefix():
@@ -50,3 +50,22 @@ def test_a_map_is_not_read_to_find_out_what_it_lacks():
 
     assert lacks(Lazy(), "x") is False
     assert lacks({}, "x") is True
+
+
+def test_a_dict_is_at_hand_and_other_maps_are_asked():
+    class Default(dict):
+        def __missing__(self, key):
+            raise AssertionError("read")
+
+    class Says(dict):
+        def __getitem__(self, key):
+            raise AssertionError("read")
+
+        def is_at_hand(self, key):
+            return key == "near"
+
+    assert is_at_hand({}, "x") is True
+    assert is_at_hand(Default(), "x") is None
+    assert is_at_hand(Says(), "near") is True
+    assert is_at_hand(Says(), "far") is False
+    assert is_at_hand(types.MappingProxyType({}), "x") is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from acc_ops.devices import DEVICE_TABLE
+from acc_ops.fake_accelerator import fake_accelerator
 from acc_plugins.strategies.ddp import DDPStrategy
 from acc_plugins.strategies.replicated import ReplicatedStrategy
 from acc_plugins.strategies.strategy import Strategy
@@ -77,3 +78,11 @@ def test_every_reason_is_a_note_below_the_table() -> None:
     cells = [support(s, p, kind) for s in STRATEGIES for p in PRECISIONS for kind in KINDS]
     assert set(notes) == {cell.reason for cell in cells if not cell.works}
     assert len(notes) == len(set(notes))
+
+
+def test_a_new_kind_of_device_needs_a_row_and_no_other_edit() -> None:
+    with fake_accelerator(no_ddp="it has no cables", grad_scaler=False) as fake:
+        assert support("single", "bf16", fake.kind).works
+        assert support("ddp", "no", fake.kind).reason == "it has no cables"
+        assert "no gradient scaler" in support("single", "fp16", fake.kind).reason
+        assert f"{fake.kind} (1)" in support_table()

@@ -13,7 +13,8 @@ from acc_bigmodel.atoms import group_atoms
 from acc_bigmodel.balance import balanced_loads, next_bytes
 from acc_bigmodel.measure import DtypeLike, take_inventory
 from acc_bigmodel.placement import CPU, DISK, Device
-from acc_ops.devices import device_count, memory_info, present_kind
+from acc_ops import devices
+from acc_ops.devices import device_count, device_row, memory_info, present_kind
 from acc_ops.units import convert_file_size_to_int
 
 logger = logging.getLogger(__name__)
@@ -22,11 +23,10 @@ DeviceKey = int | str | torch.device
 MaxMemory = Mapping[Any, int | str]  # the keys are devices in any form
 
 _SINGLE_DEVICE_SHARE = 0.9  # one device computes too: leave it room for activations
-_AFTER_ACCELERATORS = ("mps", CPU, DISK)
 
 
 def get_max_memory(max_memory: MaxMemory | None = None) -> dict[Device, int]:
-    """The bytes that each device may take: accelerators by index in order, then "mps", "cpu", "disk".
+    """The bytes that each device may take: accelerators by index in order, then "mps" (which has none), "cpu", "disk".
 
     Without an argument, what is free now. With one, a new dict with sizes such as "10GiB" in bytes and devices in any
     form (0, "cuda:0", torch.device("cuda", 0)) as index. A device that this machine does not have is only warned about:
@@ -95,7 +95,7 @@ def device_key(device: DeviceKey) -> Device:
 
     Raises ValueError for anything that is no device.
     """
-    if device in _AFTER_ACCELERATORS:
+    if device in _after_accelerators():
         return str(device)
     if isinstance(device, int) and not isinstance(device, bool) and device >= 0:
         return device
@@ -108,7 +108,7 @@ def device_key(device: DeviceKey) -> Device:
             raise ValueError(
                 f"{device!r} is no device; use an index, 'cuda:0', 'mps', 'cpu' or 'disk'"
             ) from error
-        return parsed.type if parsed.type in ("mps", CPU, "meta") else parsed.index or 0
+        return parsed.type if parsed.type in (*_single_kinds(), CPU, "meta") else parsed.index or 0
     raise ValueError(f"{device!r} is no device; use an index, 'cuda:0', 'mps', 'cpu' or 'disk'")
 
 
@@ -117,7 +117,8 @@ def check_present(device_map: Mapping[str, DeviceKey]) -> None:
     there = _accelerators()
     for key, device in device_map.items():
         found = device_key(device)
-        if (isinstance(found, int) and found >= there) or (found == "mps" and present_kind() != "mps"):
+        is_absent = found >= there if isinstance(found, int) else found in _single_kinds() - {present_kind()}
+        if is_absent:
             raise ValueError(
                 f"the device map sends {key or 'the whole model'!r} to {device!r}, but this machine has {there} numbered "
                 "accelerators: change the map, or run it where the device is"
@@ -127,21 +128,29 @@ def check_present(device_map: Mapping[str, DeviceKey]) -> None:
 def _accelerators() -> int:
     """How many devices have an index here."""
     kind = present_kind()
-    return 0 if kind in (CPU, "mps") else device_count(kind)
+    return 0 if kind == CPU or kind in _single_kinds() else device_count(kind)
+
+
+def _single_kinds() -> set[str]:
+    """The kinds that are named without an index."""
+    return {row.kind for row in devices.DEVICE_TABLE if row.single}
+
+
+def _after_accelerators() -> list[str]:
+    return [*sorted(_single_kinds()), CPU, DISK]
 
 
 def _free_memory() -> dict[Device, int]:
-    kind = present_kind()
+    row = device_row(present_kind())
     budgets: dict[Device, int] = {}
-    if kind == "mps":
-        budgets["mps"] = memory_info("mps").free_bytes
-        return budgets  # the CPU's memory is the same memory
-    if kind != CPU:
-        for index in range(device_count(kind)):
-            budgets[index] = memory_info(torch.device(kind, index)).free_bytes
-    budgets[CPU] = memory_info(CPU).free_bytes
+    if row.kind != CPU:
+        for index in range(device_count(row)):
+            device = row.kind if row.single else index
+            budgets[device] = memory_info(torch.device(row.kind, index)).free_bytes
+    if not row.shares_host_memory:
+        budgets[CPU] = memory_info(CPU).free_bytes
     return budgets
 
 
 def _rank(device: Device) -> tuple[int, int]:
-    return (0, device) if isinstance(device, int) else (1, _AFTER_ACCELERATORS.index(device))
+    return (0, device) if isinstance(device, int) else (1, _after_accelerators().index(device))

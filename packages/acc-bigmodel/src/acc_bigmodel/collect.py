@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from acc_hooks.align import align_module_device, has_offloaded_params
+from acc_hooks.visit import align_module_device, has_offloaded_params
 from acc_ops.devices import DeviceLike
 
 logger = logging.getLogger(__name__)

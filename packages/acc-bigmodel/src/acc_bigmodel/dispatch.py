@@ -18,13 +18,14 @@ from acc_bigmodel.measure import modules_in_order
 from acc_bigmodel.offload import offload_or_reuse
 from acc_bigmodel.placement import CPU, DISK, Device
 from acc_bigmodel.stores.disk import OffloadedWeightsLoader
-from acc_hooks.align import AlignDevicesHook, has_offloaded_params
+from acc_hooks.align import AlignDevicesHook
 from acc_hooks.attach import attach_align_device_hook, attach_align_device_hook_on_blocks
 from acc_hooks.hook import add_hook_to_module, attached_hook, iterate_hooks, remove_hook_from_module
 from acc_hooks.offload import CpuOffload, UserCpuOffloadHook
 from acc_hooks.prefetch import LAYERS_AHEAD
 from acc_hooks.tensors import get_tensor, owner_of, put_tensor, set_module_tensor_to_device
 from acc_hooks.ties import every_tensor, group_by_tensor
+from acc_hooks.visit import has_offloaded_params
 from acc_ops.devices import canonical_device
 
 logger = logging.getLogger(__name__)

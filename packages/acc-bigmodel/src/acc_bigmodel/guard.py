@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from acc_bigmodel.placement import CPU
 from acc_hooks.hook import attached_hook
 from acc_hooks.ties import every_tensor
 from acc_ops.devices import present_kind
@@ -20,10 +19,9 @@ logger = logging.getLogger(__name__)
 
 def guard_moves(model: nn.Module) -> None:
     """Replace `model.to`, `cpu`, `to_empty` and the method of the present accelerator; without hooks they are as before."""
-    kind = present_kind()
-    own = [kind] if kind not in (CPU, "mps") and hasattr(model, kind) else []
-    for method in ("to", "cpu", "to_empty", *own):
-        model.__dict__[method] = GuardedMove(model, method)
+    for method in ("to", "cpu", "to_empty", present_kind()):
+        if hasattr(type(model), method):
+            model.__dict__[method] = GuardedMove(model, method)
 
 
 class GuardedMove:

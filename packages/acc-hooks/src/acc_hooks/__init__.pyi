@@ -1,7 +1,5 @@
 from .__about__ import __version__ as __version__
 from .align import AlignDevicesHook as AlignDevicesHook
-from .align import align_module_device as align_module_device
-from .align import has_offloaded_params as has_offloaded_params
 from .attach import attach_align_device_hook as attach_align_device_hook
 from .attach import attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks
 from .attach import attach_execution_device_hook as attach_execution_device_hook
@@ -22,3 +20,5 @@ from .tensors import TensorPlacement as TensorPlacement
 from .tensors import register_placer as register_placer
 from .tensors import set_module_tensor_to_device as set_module_tensor_to_device
 from .ties import tied_groups as tied_groups
+from .visit import align_module_device as align_module_device
+from .visit import has_offloaded_params as has_offloaded_params

@@ -9,15 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from acc_hooks.homes import differs, outside_inference_mode
-from acc_hooks.hook import ModelHook, attached_hook, iterate_hooks
+from acc_hooks.fetching import Wanted
+from acc_hooks.homes import differs, outside_inference_mode, read_home
+from acc_hooks.hook import ModelHook, attached_hook
 from acc_hooks.inputs import are_on, begin_forward, bring_back, end_forward, move
 from acc_hooks.offloaded import OffloadedTensors
-from acc_hooks.origin import Loan, OffloadedWeightError
+from acc_hooks.origin import Loan, OffloadedWeightError, refuse_twice
 from acc_hooks.placeholder import is_placeholder
-from acc_hooks.prefetch import Prefetcher, Wanted
+from acc_hooks.prefetch import Prefetcher
 from acc_hooks.resident import Residents
-from acc_hooks.tensors import TiedParams, buffer_names, owner_of, place, put_tensor
+from acc_hooks.tensors import TiedParams, buffer_names, owner_of, place, put_tensor, shared_copies
 from acc_hooks.ties import every_tensor, group_by_tensor
 from acc_hooks.untraced import is_exporting, untraced
 from acc_ops.devices import DeviceLike, canonical_device
@@ -31,8 +32,8 @@ class AlignDevicesHook(ModelHook, own_calls=True):
     placeholders on meta, read from `weights_map[name]` for each forward and let go after it, whatever happens in it;
     buffers stay on `execution_device` unless `offload_buffers`. `weights_map` defaults to the module's own values on the
     CPU. `place_submodules` treats everything below the module like its own tensors. `skip_keys` names keyword arguments
-    that are not moved. `tied_params_map[address of a value][device]` shares a loaded tensor between hooks; the attach
-    functions share ties without it.
+    that are not moved. `tied_params_map[address of a value][device]` shares a loaded tensor between hooks; ties with
+    what is below the module, and those the attach functions find in a model, are kept without it.
 
     The attributes are the arguments, and may be set later. `original_devices` says where offloaded tensors came from.
     Raises OffloadedWeightError in a backward pass that would leave a gradient on an offloaded weight.
@@ -249,7 +250,7 @@ class AlignDevicesHook(ModelHook, own_calls=True):
         self.buffer_original_devices = {k: v for k, v in self.original_devices.items() if k in buffers}
         if self.weights_map is None:
             self.weights_map = {name: self._real(name, tensors[name]).to("cpu") for name in away}
-        residents = self._ties(tensors)
+        residents = self._residents or self._find_residents(module, away)
         self.tied_params_names = {name for name in away if residents.tie_of(self._full(name)) is not None}
         offloaded = OffloadedTensors(residents, self._path, self._prefetcher)
         offloaded.take(module, away, self.weights_map)
@@ -271,9 +272,7 @@ class AlignDevicesHook(ModelHook, own_calls=True):
         """Put tensors on `device` to stay; the names of a tie get one tensor."""
         for name, tensor in tensors.items():
             owner, leaf = owner_of(module, name)
-            if is_placeholder(tensor) or (
-                tensor.is_meta and (has_offloaded_params(module) or has_offloaded_params(owner))
-            ):
+            if is_placeholder(tensor) or (tensor.is_meta and (_offloads(module) or _offloads(owner))):
                 continue  # the placeholder of a hook that is there already
 
             def make(tensor: Tensor = tensor, name: str = name) -> Tensor:
@@ -299,10 +298,7 @@ class AlignDevicesHook(ModelHook, own_calls=True):
 
     def _real(self, name: str, tensor: Tensor) -> Tensor:
         if is_placeholder(tensor):
-            raise ValueError(
-                f"{self._full(name)} is offloaded already, by a hook that is there: call "
-                "remove_hook_from_module(model, recurse=True) first, which brings the weights back"
-            )
+            raise refuse_twice(self._full(name))
         if tensor.is_meta:
             raise ValueError(
                 f"{self._full(name)} is on the meta device and has no value to offload: give the hook a weights_map"
@@ -311,6 +307,30 @@ class AlignDevicesHook(ModelHook, own_calls=True):
 
     def _ties(self, tensors: Mapping[str, Tensor]) -> Residents:
         return self._residents if self._residents is not None else Residents(group_by_tensor(tensors.items()))
+
+    def _find_residents(self, module: nn.Module, away: list[str]) -> Residents:
+        """The ties of a hook that is made by hand, also with names below the module that stay where they are.
+
+        Those are left out where the weights map has another value: then they are two weights from now on.
+        """
+        every, taken = dict(every_tensor(module)), set(away)
+        groups: list[list[str]] = []
+        staying: dict[str, Tensor] = {}  # by tie
+        for names in group_by_tensor(every.items()):
+            mine = [name for name in names if name in taken]
+            others = [every[name] for name in names if name not in taken and not every[name].is_meta]
+            if mine and others:
+                value = read_home(self._map(), mine[0], mine[0])
+                if differs(value.to(others[0]), others[0]):
+                    names = mine
+                else:
+                    staying[names[0]] = others[0]
+            if len(names) > 1:
+                groups.append(names)
+        residents = Residents(groups)
+        for tie, tensor in staying.items():
+            residents.stays(tie, tensor)
+        return residents
 
     def _full(self, name: str) -> str:
         return f"{self._path}.{name}" if self._path else name
@@ -344,69 +364,15 @@ class AlignDevicesHook(ModelHook, own_calls=True):
             self._offloaded.answer_for(self)
 
 
-def has_offloaded_params(module: nn.Module) -> bool:
-    """Whether the module's hook, or one in its chain, is an AlignDevicesHook that offloads."""
-    return any(True for _ in _offloading_hooks(module))
-
-
-@contextlib.contextmanager
-def align_module_device(module: nn.Module, execution_device: DeviceLike | None = None) -> Iterator[None]:
-    """Inside it the module's own weights are real: read from their map if they are offloaded, on `execution_device` if given.
-
-    Not for submodules. What is changed inside, in place or by assignment, is kept. Raises OffloadedWeightError where
-    that cannot be: the weights come from a read-only map.
-    """
-    device = None if execution_device is None else canonical_device(execution_device)
-    hooks = list(_offloading_hooks(module))
-    if hooks:
-        with contextlib.ExitStack() as stack:
-            for hook in hooks:
-                hook._hold(module, counted=True, device=device)
-                stack.callback(hook._let_go, module, counted=True, compare=True)
-            yield
-    elif device is not None:
-        yield from _moved(module, device)
-    else:
-        yield
-
-
-def _offloading_hooks(module: nn.Module) -> Iterator[AlignDevicesHook]:
-    for hook in iterate_hooks(attached_hook(module)):
-        if isinstance(hook, AlignDevicesHook) and hook.offload:
-            yield hook
-
-
-def _moved(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """The module's own tensors on `device` meanwhile; the very same objects, with what was written, afterwards."""
-    away = {
-        name: (tensor, place(tensor, None, device, name=name))
-        for name, tensor in every_tensor(module, recurse=False)
-    }
-    for name, (_, moved) in away.items():
-        put_tensor(module, name, moved)
-    try:
-        yield
-    finally:
-        now = dict(every_tensor(module, recurse=False))
-        for name, (tensor, moved) in away.items():
-            current = now.get(name)
-            if current is None or moved is tensor:
-                continue  # deleted by the user, or never moved
-            if current is not moved:  # assigned by the user
-                put_tensor(module, name, place(current, None, tensor.device, name=name))
-                continue
-            if tensor.device.type != "meta" and device.type != "meta" and differs(moved, tensor):
-                with torch.no_grad():
-                    tensor.copy_(moved)
-            put_tensor(module, name, tensor)
+def _offloads(module: nn.Module) -> bool:
+    hook = attached_hook(module)
+    return hook is not None and hook._holds_weights()
 
 
 def _shared_or_placed(
     tensor: Tensor, device: torch.device, name: str, tied_params_map: TiedParams | None
 ) -> Tensor:
-    if not tied_params_map or device.type == "meta" or tensor.device.type == "meta":
-        return place(tensor, None, device, name=name)
-    shared = tied_params_map.get(tensor.data_ptr())
+    shared = None if device.type == "meta" else shared_copies(tied_params_map, tensor)
     if shared is None:
         return place(tensor, None, device, name=name)
     if device not in shared:

@@ -10,16 +10,17 @@ from torch import Tensor
 
 from acc_hooks.borrowing import real_value
 from acc_hooks.homes import differs, same_memory, version_of
-from acc_hooks.placeholder import is_placeholder
+from acc_hooks.origin import OffloadedWeightError
+from acc_hooks.placeholder import is_of_another, is_placeholder
 
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
     tensor: Tensor
     version: int | None  # None: inference tensors do not count their changes
-    value: Tensor  # what the weights map gave
+    value: Tensor  # what the weights map gave, or the guest
     pointer: int | None = None  # our entry in tied_params_map, to be dropped again
-    guest: Tensor | None = None  # what the module held in the place of the placeholder
+    is_guest: bool = False  # `value` is what the module held in the place of the placeholder
 
     def was_changed(self, read: Callable[[], Tensor] | None) -> bool:
         """Whether the tensor was written to.
@@ -34,6 +35,18 @@ class Held:
         return not same_memory(self.tensor, home) and differs(self.tensor, home)
 
 
+def is_guest(tensor: Tensor, placeholder: Tensor, full: str) -> bool:
+    """Whether `tensor`, which the module holds, has values that are not those of its weight `full`."""
+    if tensor is placeholder:
+        return False
+    if tensor.is_meta and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise OffloadedWeightError(
+            f"{full} is offloaded, and a transform of torch.func wrapped what stands in for it: call the transform "
+            "with real values, such as those of model.state_dict()"
+        )
+    return not tensor.is_meta or is_of_another(tensor, placeholder)
+
+
 def host(guest: Tensor, device: torch.device) -> Held:
     """A guest on `device` for a forward, the same object if it is there; gradients reach it.
 
@@ -42,7 +55,7 @@ def host(guest: Tensor, device: torch.device) -> Held:
     tensor = real_value(guest) if is_placeholder(guest) else guest
     if tensor.device != device:
         tensor = tensor.to(device)
-    return Held(tensor=tensor, version=version_of(tensor), value=guest, guest=guest)
+    return Held(tensor=tensor, version=version_of(tensor), value=guest, is_guest=True)
 
 
 def see_off(held: Held, is_written_unseen: bool) -> Tensor:

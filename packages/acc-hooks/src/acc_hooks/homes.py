@@ -1,4 +1,4 @@
-"""Where offloaded values are kept: bringing a changed one home into a weights map, and telling whether one was changed."""
+"""Where offloaded values are kept: reading a weights map, bringing a changed value home, telling whether one was changed."""
 
 from __future__ import annotations
 

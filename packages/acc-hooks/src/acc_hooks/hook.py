@@ -30,9 +30,9 @@ from torch import Tensor, nn
 
 from acc_hooks import hooked
 from acc_hooks.inputs import are_on
+from acc_ops.devices import known_kinds
 
 _CALLS = ("pre_forward", "post_forward")
-_MOVING_METHODS = ("to", "cpu", "to_empty", "cuda", "npu", "xpu", "mlu", "sdaa", "musa")
 
 
 class ModelHook:
@@ -284,13 +284,15 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
 
     `recurse` does the same for every module below.
     """
+    moving = ("to", "to_empty", *known_kinds())
     for submodule in list(module.modules()) if recurse else [module]:
         attached = attached_hook(submodule)
         if attached is not None:
             attached.detach_hook(submodule)
         hooked.unwrap(submodule)
-        for name in _MOVING_METHODS:  # overrides that dispatching puts on a model's instance
-            submodule.__dict__.pop(name, None)
+        for name in moving:  # overrides that dispatching puts on a model's instance
+            if callable(submodule.__dict__.get(name)):
+                del submodule.__dict__[name]
     return module
 
 

@@ -13,49 +13,23 @@ import functools
 import threading
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from acc_hooks.borrowing import forget
 from acc_hooks.copying import again
-from acc_hooks.held import Held, host, see_off
-from acc_hooks.homes import (
-    add_statistics,
-    outside_inference_mode,
-    read_home,
-    version_of,
-    write_home,
-    write_others,
-)
-from acc_hooks.origin import Loan, OffloadedWeightError, RefuseGradient, Source
-from acc_hooks.placeholder import (
-    add_source,
-    copy_flag,
-    is_of_another,
-    is_placeholder,
-    kind_of,
-    stand_in,
-    without_class,
-)
-from acc_hooks.prefetch import Fetched, Layer, Prefetcher, Wanted
+from acc_hooks.fetching import Fetched, Wanted
+from acc_hooks.held import Held, host, is_guest, see_off
+from acc_hooks.homes import add_statistics, outside_inference_mode
+from acc_hooks.origin import Loan, OffloadedWeightError, Source, refuse_twice
+from acc_hooks.placeholder import add_source, copy_flag, is_placeholder, kind_of, stand_in, without_class
+from acc_hooks.prefetch import Layer, Prefetcher
 from acc_hooks.prefixed import lacks
 from acc_hooks.resident import Residents
 from acc_hooks.tensors import TiedParams, get_tensor, is_plain, new_like, owner_of, place, put_tensor
-
-_META = torch.device("meta")
-
-
-@dataclass(kw_only=True)
-class _Slot:
-    name: str  # below the hooked module
-    full: str  # in the model, for messages and ties
-    placeholder: Tensor
-    tie: str | None
-    original_device: torch.device
-    nbytes: int  # when it was taken
+from acc_hooks.values import META, Slot, Values
 
 
 class Answering(Source, Layer, Protocol):
@@ -70,11 +44,10 @@ class OffloadedTensors:
     """
 
     def __init__(self, residents: Residents, path: str, prefetcher: Prefetcher | None = None) -> None:
-        self._residents = residents
-        self._path = path  # of the hooked module in the model, for messages and ties
         self._prefetcher = Prefetcher(0) if prefetcher is None else prefetcher
+        self._values = Values(residents, path, self._prefetcher)
         self._number: int | None = None  # what the prefetcher calls this module
-        self._slots: dict[str, _Slot] = {}
+        self._slots: dict[str, Slot] = {}
         self._device: torch.device | None = None
         self._held: dict[str, Held]
         self._holds: int
@@ -89,14 +62,13 @@ class OffloadedTensors:
         """
         for name in names:
             tensor = get_tensor(module, name)
-            if is_placeholder(tensor) and not self._residents.is_placeholder(self._full(name), tensor):
-                raise ValueError(
-                    f"{self._full(name)} is offloaded already, by a hook that is there: call "
-                    "remove_hook_from_module(model, recurse=True) first, which brings the weights back"
-                )
+            if is_placeholder(tensor) and not self._values.residents.is_placeholder(
+                self._values.full(name), tensor
+            ):
+                raise refuse_twice(self._values.full(name))
             if tensor is not None and tensor.device.type != "meta" and lacks(weights_map, name):
                 raise ValueError(
-                    f"{self._full(name)} cannot be offloaded: the weights map has no entry {name!r}; add it to the map"
+                    f"{self._values.full(name)} cannot be offloaded: the weights map has no entry {name!r}; add it to the map"
                 )
         try:
             for name in names:
@@ -116,7 +88,7 @@ class OffloadedTensors:
     def held_placeholders(self) -> dict[int, Tensor]:
         """The placeholders of the tensors that are held now, by the tensor's id."""
         with self._lock:
-            held = [(self._slots[name], held) for name, held in self._held.items() if held.guest is None]
+            held = [(self._slots[name], held) for name, held in self._held.items() if not held.is_guest]
             return {id(held.tensor): slot.placeholder for slot, held in held}
 
     @outside_inference_mode()
@@ -125,8 +97,8 @@ class OffloadedTensors:
         slot = self._slot_of(placeholder)
         if slot is None:
             return None
-        value = self._value(slot, weights_map)
-        return self._place(slot, value, value.device)
+        value = self._values.newest(slot, weights_map)
+        return self._values.placed(slot, value, value.device)
 
     @outside_inference_mode()
     def write_behind(self, placeholder: Tensor, value: Tensor, weights_map: Mapping[str, Tensor]) -> bool:
@@ -135,12 +107,12 @@ class OffloadedTensors:
         if slot is None:
             return False
         with self._lock:
-            held = self._held.get(slot.name)
-            if held is not None and held.guest is None:  # it goes home when the module lets go
+            held = self._own_held(slot)
+            if held is not None:  # it goes home when the module lets go
                 with torch.no_grad():
                     held.tensor.copy_(value)
             else:
-                self._store(slot, value, None, weights_map)
+                self._values.keep(slot, value, None, weights_map)
         return True
 
     @outside_inference_mode()
@@ -159,25 +131,25 @@ class OffloadedTensors:
                 f"{slot.full} is offloaded and there is no device to compute on: give its hook an execution_device"
             )
         with self._lock:
-            held = self._held.get(slot.name)
-            if held is not None and held.guest is None:  # its changes go home when the module lets go
+            held = self._own_held(slot)
+            if held is not None:  # its changes go home when the module lets go
                 return Loan(tensor=held.tensor, settle=_nothing, end=_nothing, can_be_kept=False)
-            copy = self._copy(slot, Fetched(value=self._value(slot, weights_map)), device, None)
+            copy = self._values.copy(slot, Fetched(value=self._values.read(slot, weights_map)), device, None)
         add_statistics(copy.tensor, slot.name, weights_map, device)
         is_buffer = kind_of(slot.placeholder) is Tensor
         look = (
-            functools.partial(self._value, slot, weights_map) if is_buffer else None
+            functools.partial(self._values.read, slot, weights_map) if is_buffer else None
         )  # as running statistics
 
         @outside_inference_mode()
         def settle() -> None:
             if copy.was_changed(look):
                 with self._lock:
-                    self._store(slot, copy.tensor, copy, weights_map)
+                    self._values.keep(slot, copy.tensor, copy, weights_map)
 
         release = contextlib.ExitStack()
         if slot.tie is not None:
-            release.callback(self._residents.release, slot.tie, device)
+            release.callback(self._values.residents.release, slot.tie, device)
         return Loan(tensor=copy.tensor, settle=settle, end=release.close, can_be_kept=True)
 
     @property
@@ -199,7 +171,7 @@ class OffloadedTensors:
             if self._held and self._device != device:
                 if self._holds:
                     raise OffloadedWeightError(
-                        f"{self._full('')} is in use on {self._device}, its weights cannot be put on {device} now"
+                        f"{self._values.full('')} is in use on {self._device}, its weights cannot be put on {device} now"
                     )
                 self._put_back(module, weights_map, tied_params_map, compare=False)
             if not self._held:
@@ -233,7 +205,7 @@ class OffloadedTensors:
             for slot in list(self._slots.values()):
                 self._restore(module, slot, weights_map)
                 if slot.tie is not None:
-                    self._residents.forget_placeholder(slot.tie)
+                    self._values.residents.forget_placeholder(slot.tie)
                 del self._slots[slot.name]
 
     def wants_next(self, weights_map: Mapping[str, Tensor], device: torch.device) -> Wanted | None:
@@ -257,49 +229,48 @@ class OffloadedTensors:
         for slot in self._slots.values():
             entry = destination.get(prefix + slot.name)
             if isinstance(entry, Tensor) and entry.device.type == "meta":
-                value = self._value(slot, weights_map)
-                destination[prefix + slot.name] = place(
-                    slot.placeholder, value, value.device, name=slot.full
-                ).detach()
+                value = self._values.newest(slot, weights_map)
+                destination[prefix + slot.name] = self._values.placed(slot, value, value.device).detach()
 
     def wants(self, state_dict: Mapping[str, Any], prefix: str) -> bool:
         """Whether a state dict has something for the module's own offloaded tensors."""
         return any(prefix + name in state_dict for name in self._slots if "." not in name)
 
-    def _take_one(self, module: nn.Module, name: str, tensor: Tensor) -> _Slot:
-        tie = self._residents.tie_of(self._full(name))
+    def _take_one(self, module: nn.Module, name: str, tensor: Tensor) -> Slot:
+        full, residents = self._values.full(name), self._values.residents
+        tie = residents.tie_of(full)
 
         def make() -> Tensor:
-            plain = place(tensor, None, _META, name=self._full(name))
-            return stand_in(plain, self._full(name))
+            return stand_in(place(tensor, None, META, name=full), full)
 
-        placeholder = make() if tie is None else self._residents.placeholder(tie, make)
+        placeholder = make() if tie is None else residents.placeholder(tie, make)
         put_tensor(*owner_of(module, name), placeholder)
-        return _Slot(
+        return Slot(
             name=name,
-            full=self._full(name),
+            full=full,
             placeholder=placeholder,
             tie=tie,
             original_device=tensor.device,
             nbytes=tensor.nbytes,
         )
 
-    def _restore(self, module: nn.Module, slot: _Slot, weights_map: Mapping[str, Tensor]) -> None:
+    def _restore(self, module: nn.Module, slot: Slot, weights_map: Mapping[str, Tensor]) -> None:
         device = slot.original_device
-        current = _current(*owner_of(module, slot.name))
+        owner, leaf = owner_of(module, slot.name)
+        current = _current(owner, leaf)
         if current is None or not current.is_meta:
             return
         if device.type == "meta":
             if current is slot.placeholder:  # it was offloaded without a value: nothing to bring back
-                put_tensor(*owner_of(module, slot.name), new_like(current, without_class(current)))
+                put_tensor(owner, leaf, new_like(current, without_class(current)))
             return
-        value = self._value(slot, weights_map)
+        value = self._values.read(slot, weights_map)
 
         def make() -> Tensor:
-            return self._place(slot, value, device)
+            return self._values.placed(slot, value, device)
 
-        new = make() if slot.tie is None else self._residents.settle(slot.tie, device, make)
-        put_tensor(*owner_of(module, slot.name), new)
+        new = make() if slot.tie is None else self._values.residents.settle(slot.tie, device, make)
+        put_tensor(owner, leaf, new)
 
     def _fetch(
         self,
@@ -318,16 +289,16 @@ class OffloadedTensors:
                 current = _current(owner, leaf)
                 if current is None:
                     continue
-                if self._is_guest(slot, current):
+                if is_guest(current, slot.placeholder, slot.full):
                     self._guests.add(slot.name)
                     self._held[slot.name] = held = host(current, device)
                     put_tensor(owner, leaf, held.tensor)
                     continue
                 if current is not slot.placeholder:  # moved, or converted, to another tensor without values
-                    self._stand_alone(slot, current)
+                    self._values.stand_alone(slot, current)
                     put_tensor(owner, leaf, slot.placeholder)
-                found = fetched.get(slot.name) or Fetched(value=self._value(slot, weights_map))
-                held = self._copy(slot, found, device, tied_params_map)
+                found = fetched.get(slot.name) or Fetched(value=self._values.read(slot, weights_map))
+                held = self._values.copy(slot, found, device, tied_params_map)
                 self._held[slot.name] = held
                 put_tensor(owner, leaf, held.tensor)
                 add_statistics(held.tensor, slot.name, weights_map, device)
@@ -337,47 +308,6 @@ class OffloadedTensors:
             self._put_back(module, weights_map, tied_params_map, compare=False)
             raise
 
-    def _is_guest(self, slot: _Slot, tensor: Tensor) -> bool:
-        if tensor is slot.placeholder:
-            return False
-        if tensor.is_meta and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            raise OffloadedWeightError(
-                f"{slot.full} is offloaded, and a transform of torch.func wrapped what stands in for it: call the transform "
-                "with real values, such as those of model.state_dict()"
-            )
-        return not tensor.is_meta or is_of_another(tensor, slot.placeholder)
-
-    def _stand_alone(self, slot: _Slot, tensor: Tensor) -> None:
-        """The name no longer shares its tie's tensor: it was assigned one of its own."""
-        slot.tie = None
-        plain = place(tensor, None, _META, name=slot.full)
-        like = slot.placeholder if is_placeholder(slot.placeholder) else None
-        slot.placeholder = stand_in(plain, slot.full, like=like)
-
-    def _copy(
-        self, slot: _Slot, found: Fetched, device: torch.device, tied_params_map: TiedParams | None
-    ) -> Held:
-        pointer, value = None, found.value
-
-        def make() -> Tensor:
-            nonlocal pointer
-            shared = None
-            if tied_params_map and device.type != "meta" and value.device.type != "meta":
-                shared = tied_params_map.get(value.data_ptr())
-            if shared is not None and device in shared:
-                return shared[device]
-            source = value if found.staged is None else found.staged
-            tensor = self._place(slot, source.clone() if source.is_inference() else source, device)
-            if tensor.requires_grad:
-                tensor.register_hook(RefuseGradient(slot.full))
-            if shared is not None:
-                shared[device] = tensor
-                pointer = value.data_ptr()
-            return tensor
-
-        tensor = make() if slot.tie is None else self._residents.acquire(slot.tie, device, make)
-        return Held(tensor=tensor, version=version_of(tensor), value=value, pointer=pointer)
-
     def _put_back(
         self,
         module: nn.Module,
@@ -386,64 +316,43 @@ class OffloadedTensors:
         compare: bool,
     ) -> None:
         held_tensors, self._held = self._held, {}
-        changed: list[tuple[_Slot, Tensor, Held | None]] = []
+        changed: list[tuple[Slot, Tensor, Held | None]] = []
         for name, held in held_tensors.items():
             slot = self._slots[name]
             owner, leaf = owner_of(module, name)
             current = _current(owner, leaf)
-            if held.guest is not None:
+            if held.is_guest:
                 if current is held.tensor:
                     put_tensor(owner, leaf, see_off(held, owner.training and leaf in owner._buffers))
                 continue
             if slot.tie is not None and self._device is not None:
-                self._residents.release(slot.tie, self._device)
+                self._values.residents.release(slot.tie, self._device)
             if current is held.tensor:
                 # running statistics are written without being counted
                 look = compare or (owner.training and leaf in owner._buffers)
-                if held.was_changed(functools.partial(self._value, slot, weights_map) if look else None):
+                if held.was_changed(
+                    functools.partial(self._values.read, slot, weights_map) if look else None
+                ):
                     changed.append((slot, current, held))
                 copy_flag(slot.placeholder, current.requires_grad)
             elif (
                 current is not None and current is not slot.placeholder
             ):  # replaced: a value of its own from now on
                 changed.append((slot, current, None))
-                self._stand_alone(slot, current)
+                self._values.stand_alone(slot, current)
             put_tensor(owner, leaf, slot.placeholder)
             if held.pointer is not None and tied_params_map and self._device is not None:
                 tied_params_map.get(held.pointer, {}).pop(self._device, None)
         for slot, tensor, kept in changed:
-            self._store(slot, tensor, kept, weights_map)
+            self._values.keep(slot, tensor, kept, weights_map)
 
-    def _store(
-        self, slot: _Slot, tensor: Tensor, held: Held | None, weights_map: Mapping[str, Tensor]
-    ) -> None:
-        """Bring a changed tensor home, under every name of its tie."""
-        self._prefetcher.forget()
-        forget(slot.placeholder)
-        tensor = tensor.detach()
-        full = slot.full
-        write_home(weights_map, slot.name, full, tensor, None if held is None else held.value)
-        if slot.tie is None:
-            return
-        others = [name for name in self._residents.names_of(slot.tie) if name != full]
-        write_others(weights_map, self._path, others, self._value(slot, weights_map))
-        self._residents.refresh(slot.tie, tensor)
+    def _own_held(self, slot: Slot) -> Held | None:
+        """What the module holds of this weight now; None for a guest, too."""
+        held = self._held.get(slot.name)
+        return None if held is None or held.is_guest else held
 
-    def _value(self, slot: _Slot, weights_map: Mapping[str, Tensor]) -> Tensor:
-        with self._prefetcher.reading():
-            return read_home(weights_map, slot.name, slot.full)
-
-    def _slot_of(self, placeholder: Tensor) -> _Slot | None:
+    def _slot_of(self, placeholder: Tensor) -> Slot | None:
         return next((slot for slot in self._slots.values() if slot.placeholder is placeholder), None)
-
-    def _place(self, slot: _Slot, value: Tensor, device: torch.device) -> Tensor:
-        if not is_plain(slot.placeholder) or not is_plain(value):
-            return place(slot.placeholder, value, device, name=slot.full)
-        with torch._C.DisableTorchFunctionSubclass():  # a placeholder's metadata is dear otherwise
-            return place(slot.placeholder, value, device, name=slot.full)
-
-    def _full(self, name: str) -> str:
-        return ".".join(part for part in (self._path, name) if part) or "the module"
 
     def _forget_holds(self) -> None:
         self._held = {}

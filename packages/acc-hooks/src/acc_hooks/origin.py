@@ -123,3 +123,11 @@ def refuse_orphan(name: str) -> OffloadedWeightError:
         f"{name} is offloaded, and the hook that brings its value is gone: keep the model as long as you use its weights, "
         "and take them from it anew after a hook was removed or the model was copied"
     )
+
+
+def refuse_twice(name: str) -> ValueError:
+    """Another hook offloads this weight."""
+    return ValueError(
+        f"{name} is offloaded already, by a hook that is there: call remove_hook_from_module(model, recurse=True) first, "
+        "which brings the weights back"
+    )

@@ -43,6 +43,7 @@ from acc_hooks.origin import (
     stored_form,
 )
 from acc_hooks.untraced import untraced
+from acc_ops.devices import known_kinds
 
 _IS_PARAMETER = "_is_param"  # torch's mark: a tensor of another class that counts as an nn.Parameter
 
@@ -58,19 +59,7 @@ register_post_accumulate_grad_hook detach_ result_type __len__ __hash__ __dir__
 """
 _ANSWERED = frozenset(_ANSWERED_TEXT.split())
 _CONVERSIONS = frozenset({"to", "type", "double", "float", "half", "bfloat16"})
-_MOVES = _CONVERSIONS | {
-    "cpu",
-    "cuda",
-    "xpu",
-    "npu",
-    "mtia",
-    "hpu",
-    "ipu",
-    "mlu",
-    "musa",
-    "sdaa",
-    "pin_memory",
-}
+_MOVES = _CONVERSIONS | {"pin_memory"}  # and the method of each kind of device
 _RESHAPES_TEXT = """
 set_ resize_ resize_as_ share_memory_ t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_ as_strided_ rename_
 """
@@ -231,7 +220,7 @@ def _serve(name: str, func: Any, args: Any, kwargs: Any) -> Any:
         RefuseGradient(_name_in(args, kwargs))()
     if name in _REFUSED:
         raise refuse_call(_name_in(args, kwargs), name)
-    return compute(func, args, kwargs, None if name in _MOVES else _make_view)
+    return compute(func, args, kwargs, None if name in _MOVES or name in known_kinds() else _make_view)
 
 
 def _call_and_count(operator: Any, *args: Any, **kwargs: Any) -> Any:

@@ -23,17 +23,16 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from acc_hooks.homes import version_of
+from acc_hooks.fetching import Fetched, Job, Wanted
 from acc_hooks.inputs import at_end_of_forward
 from acc_hooks.order import LearntOrder
-from acc_hooks.prefixed import home_of, innermost, is_writable
-from acc_hooks.staging import SideStream, Staged, side_stream
+from acc_hooks.prefixed import home_of, innermost, is_at_hand
+from acc_hooks.staging import SideStream, side_stream
 
 logger = logging.getLogger(__name__)
 
@@ -43,27 +42,11 @@ WORTH_A_THREAD_S = 0.0005  # handing a layer over to a thread and back takes a t
 _IDLE_S = 5.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What a layer will read in its next forward."""
-
-    weights_map: Mapping[str, Tensor]
-    device: torch.device
-    nbytes: Mapping[str, int]  # of each tensor, by name
-    staged: frozenset[str]  # which of them may be copied to the device as they are
-
-
 class Layer(Protocol):
     """Who can be fetched for."""
 
     def _wants_next(self) -> Wanted | None:
         """What the next forward will read; None for nothing, and while it is there."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fetched:
-    value: Tensor  # what the weights map gave
-    staged: Tensor | None = None  # a copy of it on the device
 
 
 class Prefetcher:
@@ -78,7 +61,7 @@ class Prefetcher:
     _layers: dict[int, weakref.ref[Layer]]
     _order: LearntOrder
     _forward: int | None  # the thread whose forward is served
-    _jobs: dict[int, _Job]  # what is fetched or about to be, by layer
+    _jobs: dict[int, Job]  # what is fetched or about to be, by layer
     _at_hand: dict[int, tuple[Mapping[str, Tensor], torch.device]]  # layers, until they are slow
     _seconds: dict[int, float]  # what reading a layer took the last time
     _last_seconds: float
@@ -86,7 +69,7 @@ class Prefetcher:
     _failure: tuple[str, BaseException] | None  # of our thread; the layer has not tried yet
     _side_streams: dict[torch.device, SideStream | None]
     _thread: threading.Thread | None
-    _queue: queue.SimpleQueue[_Job | None]  # to the thread
+    _queue: queue.SimpleQueue[Job | None]  # to the thread
 
     def __init__(
         self,
@@ -205,7 +188,7 @@ class Prefetcher:
             return
         if self._thread is None and not self._start_thread():
             return
-        self._jobs[number] = job = _Job(wanted, self._reading, self._clock, self._side_stream(wanted.device))
+        self._jobs[number] = job = Job(wanted, self._reading, self._clock, self._side_stream(wanted.device))
         self._queue.put(job)
 
     def _start_thread(self) -> bool:
@@ -223,7 +206,7 @@ class Prefetcher:
 
     def _is_worth_a_thread(self, number: int, wanted: Wanted) -> bool:
         is_copied = self._side_stream(wanted.device) is not None
-        answers = {_is_at_hand(wanted, name, is_copied) for name in wanted.nbytes}
+        answers = {_is_here(wanted, name, is_copied) for name in wanted.nbytes}
         if answers <= {True}:
             return False
         if False in answers or is_copied:
@@ -279,87 +262,7 @@ class Prefetcher:
         self._start_anew()
 
 
-class _Job:
-    """One layer's weights: read by our thread, or dropped before."""
-
-    def __init__(
-        self, wanted: Wanted, reading: Any, clock: Callable[[], float], stream: SideStream | None
-    ) -> None:
-        self.bytes = sum(wanted.nbytes.values())
-        self.seconds: float | None = None  # what reading took
-        self.error: BaseException | None = None
-        self._wanted = wanted
-        self._reading = reading
-        self._clock = clock
-        self._stream = stream
-        self._begun = threading.Lock()  # whoever gets it decides what becomes of the job
-        self._ended = threading.Event()
-        self._is_dropped = False
-        self._values: dict[str, tuple[Tensor, int | None]] = {}  # with the version
-        self._staged: Staged | None = None
-
-    def claim(self) -> bool:
-        """Keep our thread from beginning; False if it has begun."""
-        return self._begun.acquire(blocking=False)
-
-    def drop(self) -> None:
-        """It is not wanted any more: no further tensor is read."""
-        self._is_dropped = True
-
-    def run(self) -> None:
-        """In our thread."""
-        if self._is_dropped or not self.claim():
-            return
-        try:
-            with torch.no_grad():
-                self._read()
-        except BaseException as error:  # noqa: BLE001 - the layer reads again, in its own thread, and raises
-            self.error = error.with_traceback(None)
-        finally:
-            self._ended.set()
-
-    def result(self, weights_map: Mapping[str, Tensor], device: torch.device) -> dict[str, Fetched]:
-        """In the layer's thread, once it has begun: what the map still has."""
-        try:
-            self._ended.wait()
-        except BaseException:
-            self.drop()
-            raise
-        wanted = self._wanted
-        if self.error is not None or wanted.weights_map is not weights_map or wanted.device != device:
-            return {}
-        staged: Mapping[str, Tensor] = {}
-        if self._stream is not None and self._staged is not None:
-            self._stream.receive(self._staged)
-            staged = self._staged.tensors
-        return {
-            name: Fetched(value=value, staged=staged.get(name))
-            for name, (value, version) in self._values.items()
-            if version_of(value) == version and _is_still(weights_map, name, value)
-        }
-
-    def _read(self) -> None:
-        wanted, began = self._wanted, self._clock()
-        for name in wanted.nbytes:
-            value = self._value(wanted.weights_map, name)
-            if value is None:
-                return
-            self._values[name] = (value, version_of(value))
-        self.seconds = self._clock() - began
-        if self._stream is not None:
-            on_host = {
-                name: value
-                for name, (value, _) in self._values.items()
-                if name in wanted.staged and value.device.type == "cpu"
-            }
-            self._staged = self._stream.send(on_host)
-
-    def _value(self, weights_map: Mapping[str, Tensor], name: str) -> Tensor | None:
-        with self._reading:
-            return None if self._is_dropped else weights_map[name]
-
-
-def _work(jobs: queue.SimpleQueue[_Job | None], owner: weakref.ref[Prefetcher]) -> None:
+def _work(jobs: queue.SimpleQueue[Job | None], owner: weakref.ref[Prefetcher]) -> None:
     """Our thread. It keeps the prefetcher alive for no longer than a look, and a job's weights until they are read."""
     while True:
         try:
@@ -376,29 +279,11 @@ def _work(jobs: queue.SimpleQueue[_Job | None], owner: weakref.ref[Prefetcher]) 
         del job
 
 
-def _is_at_hand(wanted: Wanted, name: str, is_copied: bool) -> bool | None:
+def _is_here(wanted: Wanted, name: str, is_copied: bool) -> bool | None:
     """Whether nothing would be won by fetching this tensor ahead; None if its map does not say."""
     home, key = home_of(wanted.weights_map, name)
     try:
-        answer = _asked(home, key)
+        answer = is_at_hand(home, key)
         return answer and (not is_copied or home[key].device == wanted.device)
     except KeyError:
         return True  # the layer will say so
-
-
-def _is_still(weights_map: Mapping[str, Tensor], name: str, value: Tensor) -> bool:
-    """Whether the map has this very tensor, where it can be asked without reading."""
-    home, key = home_of(weights_map, name)
-    try:
-        return not is_writable(home) or not _asked(home, key) or home[key] is value
-    except KeyError:
-        return False
-
-
-def _asked(home: Mapping[str, Tensor], key: str) -> bool | None:
-    """Whether the map says that reading would wait for nothing; None if it says nothing."""
-    kind = type(home)
-    if isinstance(home, dict) and kind.__getitem__ is dict.__getitem__ and not hasattr(kind, "__missing__"):
-        return True
-    ask = getattr(home, "is_at_hand", None)
-    return None if ask is None else bool(ask(key))

@@ -1,4 +1,4 @@
-"""A weights map: any Mapping of names to tensors; here is the view of one on the part of a module."""
+"""A weights map is any Mapping of names to tensors: the view of one on the part of a module, and what a map tells of itself."""
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ class PrefixedDataset(Mapping[str, Tensor]):
 
 def innermost(weights_map: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """What a chain of PrefixedDataset looks into."""
-    while isinstance(weights_map, PrefixedDataset):
-        weights_map = weights_map.dataset
-    return weights_map
+    return home_of(weights_map, "")[0]
 
 
 def home_of(weights_map: Mapping[str, Tensor], name: str) -> tuple[Mapping[str, Tensor], str]:
@@ -59,3 +57,12 @@ def lacks(weights_map: Mapping[str, Tensor], name: str) -> bool:
 def is_writable(weights_map: Mapping[str, Tensor]) -> bool:
     """Whether values can be put into the map; a read-only map has no `__setitem__`."""
     return hasattr(type(innermost(weights_map)), "__setitem__")
+
+
+def is_at_hand(home: Mapping[str, Tensor], key: str) -> bool | None:
+    """Whether a map that is no PrefixedDataset says that reading would wait for nothing; None if it says nothing."""
+    kind = type(home)
+    if isinstance(home, dict) and kind.__getitem__ is dict.__getitem__ and not hasattr(kind, "__missing__"):
+        return True
+    ask = getattr(home, "is_at_hand", None)
+    return None if ask is None else bool(ask(key))

@@ -61,10 +61,21 @@ class Residents:
                 self._residents[tie, device] = weakref.ref(tensor)
             return tensor
 
-    def acquire(self, tie: str, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
-        """The copy of this tie on `device`, made if there is none, for as long as somebody has not called `release`."""
+    def stays(self, tie: str, tensor: Tensor) -> None:
+        """A name of this tie keeps its tensor."""
+        self.settle(tie, tensor.device, lambda: tensor)
+
+    def acquire(
+        self, tie: str, device: torch.device, make: Callable[[], Tensor], dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """The copy of this tie on `device`, made if there is none, for as long as somebody has not called `release`.
+
+        A resident of another `dtype` (a casting hook stores it small) does not serve as the copy.
+        """
         with self._lock:
             resident = self._resident(tie, device)
+            if resident is not None and dtype not in (None, resident.dtype):
+                resident = None
             entry = self._copies.get((tie, device))
             if entry is None:
                 entry = self._copies[tie, device] = [0, make() if resident is None else resident]
@@ -81,12 +92,19 @@ class Residents:
 
     def refresh(self, tie: str, value: Tensor) -> None:
         """Write a new value to the names of the tie that stay on a device."""
-        with self._lock:
-            residents = [self._resident(*key) for key in self._residents if key[0] == tie]
-        for tensor in residents:
-            if tensor is not None and not tensor.is_meta and tensor.data_ptr() != value.data_ptr():
+        for tensor in self._staying(tie):
+            if tensor.data_ptr() != value.data_ptr():
                 with torch.no_grad():
                     tensor.copy_(value)
+
+    def resident_of(self, tie: str) -> Tensor | None:
+        """The tensor of a name that stays, on whichever device."""
+        return next(iter(self._staying(tie)), None)
+
+    def _staying(self, tie: str) -> list[Tensor]:
+        with self._lock:
+            found = [self._resident(*key) for key in self._residents if key[0] == tie]
+        return [tensor for tensor in found if tensor is not None and not tensor.is_meta]
 
     def _resident(self, tie: str, device: torch.device) -> Tensor | None:
         reference = self._residents.get((tie, device))
@@ -100,8 +118,18 @@ class Residents:
 
     def __getstate__(self) -> dict[str, Any]:
         placeholders = {tie: again(tensor) for tie, tensor in self._placeholders.items()}
-        return {"_names": self._names, "_tie": self._tie, "_placeholders": placeholders}
+        with self._lock:
+            residents = [(tie, self._resident(tie, device)) for tie, device in self._residents]
+        return {
+            "_names": self._names,
+            "_tie": self._tie,
+            "_placeholders": placeholders,
+            "residents": [(tie, tensor) for tie, tensor in residents if tensor is not None],
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        residents = state.pop("residents")
         self.__dict__.update(state)
         self._forget_copies()
+        for tie, tensor in residents:
+            self.stays(tie, tensor)

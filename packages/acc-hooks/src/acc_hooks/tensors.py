@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from acc_hooks.placeholder import attributes_of, kind_of
-from acc_ops.devices import DEVICE_TABLE, canonical_device, device_count
+from acc_ops.devices import canonical_device, device_count, known_kinds
 from acc_ops.memory import clear_device_cache
 
 Placer = Callable[["TensorPlacement"], Tensor]
@@ -75,7 +75,7 @@ def set_module_tensor_to_device(
         if value is None:
             return  # registered as None: nothing to move
         old = value if is_buffer else nn.Parameter(value, requires_grad=value.requires_grad)
-    shared = _shared(tied_params_map, old if value is None else value) if tied_params_map else None
+    shared = shared_copies(tied_params_map, old if value is None else value)
     if shared is not None and target in shared:
         new = shared[target]
     else:
@@ -152,6 +152,11 @@ def place(
         if not _is_missing(device):
             raise
         raise ValueError(f"{name!r} cannot be put on {device}: this machine has no such device") from error
+
+
+def shared_copies(tied_params_map: TiedParams | None, source: Tensor) -> dict[torch.device, Tensor] | None:
+    """What `tied_params_map` has for the memory of `source`; None if nothing can be shared."""
+    return None if not tied_params_map or source.is_meta else tied_params_map.get(source.data_ptr())
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -265,13 +270,7 @@ def _check(old: Tensor, value: Tensor, device: torch.device, name: str) -> None:
 
 
 def _is_missing(device: torch.device) -> bool:
-    return device.type in {row.kind for row in DEVICE_TABLE} and device_count(device) <= (device.index or 0)
-
-
-def _shared(tied_params_map: TiedParams, source: Tensor) -> dict[torch.device, Tensor] | None:
-    if source.is_meta:
-        return None
-    return tied_params_map.get(source.data_ptr())
+    return device.type in known_kinds() and device_count(device) <= (device.index or 0)
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:

@@ -39,12 +39,16 @@ class DeviceRow(NamedTuple):
     )
     package: str | None = None  # the package that adds that attribute to torch
     since: tuple[int, int] = (2, 6)  # the first torch that can use it
-    single: bool = False  # there is only one, and the functions that are about one device take none
+    single: bool = (
+        False  # there is only one, without an index in device maps; the functions about one device take none
+    )
+    shares_host_memory: bool = False  # its memory is the CPU's
     visibility: str | None = None  # the variable that limits which devices a process sees
     autocast_fp16: bool = True
     autocast_bf16: bool = True
     grad_scaler: bool = True  # fp16 losses can be scaled
     float64: bool = True
+    no_ddp: str = ""  # why torch's DistributedDataParallel does not work on it, and what does
     memory: Callable[[Any, int], MemoryInfo] | None = None  # asks (torch module, index)
 
 
@@ -76,6 +80,8 @@ DEVICE_TABLE: tuple[DeviceRow, ...] = (
         distributed_type="NO",
         rng="mps",
         single=True,
+        shares_host_memory=True,
+        no_ddp="torch.distributed has no backend for mps: train on one device, or on cpu",
         grad_scaler=_TORCH >= (2, 8),
         float64=False,
         memory=_mps_memory,
@@ -168,6 +174,7 @@ DEVICE_TABLE: tuple[DeviceRow, ...] = (
         visibility="TPU_VISIBLE_CHIPS",
         distributed_type="XLA",
         rng="xla",
+        no_ddp="torch_xla has its own data parallelism, whose strategy is not built yet: train on one device",
         autocast_fp16=False,
         grad_scaler=False,
         memory=torch_memory,
@@ -184,6 +191,11 @@ DEVICE_TABLE: tuple[DeviceRow, ...] = (
 
 NOT_DEVICES = ("meta",)  # kinds torch knows that hold no memory; `device_row` refuses them
 _WITHOUT_INDEX = ("cpu", *NOT_DEVICES)
+
+
+def known_kinds() -> list[str]:
+    """The kinds of the table, in its order."""
+    return [row.kind for row in DEVICE_TABLE]
 
 
 def present_kind() -> str:
@@ -219,9 +231,7 @@ def device_row(device: DeviceLike) -> DeviceRow:
     for row in DEVICE_TABLE:
         if row.kind == kind:
             return row
-    raise DeviceError(
-        f"no such kind of device: {kind!r}; known are {', '.join(row.kind for row in DEVICE_TABLE)}"
-    )
+    raise DeviceError(f"no such kind of device: {kind!r}; known are {', '.join(known_kinds())}")
 
 
 def device_module(row: DeviceRow) -> Any | None:

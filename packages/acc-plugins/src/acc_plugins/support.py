@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from acc_ops.devices import DEVICE_TABLE, DeviceRow
+from acc_ops import devices
+from acc_ops.devices import DeviceRow
 
 
 class UnsupportedError(ValueError):
@@ -37,15 +38,11 @@ _KNOWN = {
     "xla": "its collectives, generators and moves ran with one rank on torch_xla 2.6's CPU device; several ranks only with a stand-in for "
     "torch_xla; torch_xla 2.9, the newest, does not import beside torch 2.13",
 }
-_NO_DDP = {
-    "mps": "torch.distributed has no backend for mps: train on one device, or on cpu",
-    "xla": "torch_xla has its own data parallelism, whose strategy is not built yet: train on one device",
-}
 
 
 def support(strategy: str, precision: str, device_type: str) -> Support:
     """The cell of the table. Raises UnsupportedError for a strategy, precision or device kind that the table does not know."""
-    rows = {row.kind: row for row in DEVICE_TABLE}
+    rows = {row.kind: row for row in devices.DEVICE_TABLE}
     for what, value, known in (
         ("strategy", strategy, STRATEGIES),
         ("precision", precision, PRECISIONS),
@@ -59,8 +56,8 @@ def support(strategy: str, precision: str, device_type: str) -> Support:
 
 def _refusal(strategy: str, precision: str, row: DeviceRow) -> str:
     """Why the combination cannot work, or nothing."""
-    if strategy == "ddp" and row.kind in _NO_DDP:
-        return _NO_DDP[row.kind]
+    if strategy == "ddp" and row.no_ddp:
+        return row.no_ddp
     if precision == "bf16" and not row.autocast_bf16:
         return f"there is no bfloat16 autocast for {row.kind}: use mixed_precision='no'"
     if precision == "fp16" and not (row.autocast_fp16 and row.grad_scaler):
@@ -87,7 +84,7 @@ def support_table() -> str:
     ]
     for strategy in STRATEGIES:
         for precision in PRECISIONS:
-            cells = {row.kind: support(strategy, precision, row.kind) for row in DEVICE_TABLE}
+            cells = {kind: support(strategy, precision, kind) for kind in devices.known_kinds()}
             tested = ", ".join(kind for kind, cell in cells.items() if cell.run)
             untested = ", ".join(kind for kind, cell in cells.items() if cell.works and not cell.run)
             refused = ", ".join(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
+from acc_ops.fake_accelerator import fake_accelerator
+from acc_ops.world import current_world, use_world
 from acc_plugins.outcome import StepOutcome
 from acc_plugins.precisions.scaler import StepScaler, get_grad_scaler
 
@@ -177,3 +180,12 @@ def test_get_grad_scaler_is_torchs_for_this_device() -> None:
     assert got.scale(torch.ones(())).item() == 4
     sharded = get_grad_scaler("FSDP", init_scale=2.0)
     assert type(sharded).__name__ == "ShardedGradScaler"
+
+
+def test_no_grad_scaler_for_a_kind_of_device_that_has_none() -> None:
+    with (
+        fake_accelerator(grad_scaler=False) as fake,
+        use_world(dataclasses.replace(current_world(), device=fake.device)),
+        pytest.raises(ValueError, match=f"no gradient scaler for {fake.kind}"),
+    ):
+        get_grad_scaler()

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from acc_ops.optional import is_torch_version
+from acc_ops.devices import device_row
 from acc_ops.world import current_world
 from acc_plugins.outcome import StepOutcome
 
@@ -121,12 +121,12 @@ class StepScaler(GradScaler):
 def get_grad_scaler(distributed_type: str | None = None, **options: Any) -> Any:
     """The gradient scaler torch has for this set-up and the current world's device; options go to its constructor.
 
-    "FSDP" gives torch's sharded scaler. Raises ValueError for mps before torch 2.8, which has none there.
+    "FSDP" gives torch's sharded scaler. Raises ValueError for a kind of device that has none.
     """
     kind = current_world().device.type
-    if kind == "mps" and not is_torch_version(">=", "2.8"):
+    if not device_row(kind).grad_scaler:
         raise ValueError(
-            f"torch {torch.__version__} has no gradient scaler for mps: use torch 2.8 or newer, or mixed_precision='bf16'"
+            f"torch {torch.__version__} has no gradient scaler for {kind}: use mixed_precision='bf16', or for mps torch 2.8 or newer"
         )
     if distributed_type == "FSDP":
         sharded = importlib.import_module(
