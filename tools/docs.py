@@ -64,12 +64,13 @@ def options_page() -> str:
 
 
 def option_classes() -> list[type]:
-    """The dataclasses of acc-plugins that declare options, by name."""
+    """The dataclasses that declare options: how ranks wait, then those of acc-plugins by name."""
     import acc_plugins  # noqa: PLC0415
     from acc_ops.options import options_of  # noqa: PLC0415
+    from acc_ops.watch import WatchOptions  # noqa: PLC0415
 
     named = [getattr(acc_plugins, name) for name in acc_plugins.__all__]
-    return [c for c in named if isinstance(c, type) and is_dataclass(c) and options_of(c)]
+    return [WatchOptions] + [c for c in named if isinstance(c, type) and is_dataclass(c) and options_of(c)]
 
 
 def broken_links() -> Iterator[str]:

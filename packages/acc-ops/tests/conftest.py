@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from acc_ops.fake_accelerator import FakeAcceleratorUnavailable, fake_accelerator
 from acc_ops.world import leave_world
 
 sys.path.insert(
@@ -25,6 +26,16 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "M
 def _no_world_left_behind() -> Iterator[None]:
     yield
     leave_world()
+
+
+@pytest.fixture(scope="session")
+def needs_fake_accelerator() -> None:
+    """Skips the test, with the reason, where there can be no fake accelerator."""
+    try:
+        with fake_accelerator():
+            pass
+    except FakeAcceleratorUnavailable as reason:
+        pytest.skip(str(reason))
 
 
 @pytest.fixture

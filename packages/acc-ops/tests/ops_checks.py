@@ -249,7 +249,7 @@ CALLS: dict[str, Callable[[Any, int], Any]] = {
     "gather": lambda data, root: gather(data),
     **{
         f"reduce {reduction}": lambda data, root, reduction=reduction: reduce(data, reduction)
-        for reduction in ("sum", "mean", "max", "min")
+        for reduction in ("sum", "mean", "max", "min", "none")
     },
     "broadcast": broadcast,
     "pad": lambda data, root: pad_across_processes(data, root),

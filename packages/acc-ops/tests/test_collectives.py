@@ -1,17 +1,14 @@
-"""Collectives of nested data answer like the plain computation by hand, on one rank and on several, and fail alike on all."""
+"""What collectives say and send, on one rank and on several; what they compute is in test_properties_collectives."""
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
-from collections import OrderedDict, namedtuple
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from acc_ops.collectives import (
@@ -24,209 +21,13 @@ from acc_ops.collectives import (
     copy_tensor_to_devices,
     gather,
     gather_object,
+    gather_tensor_shape,
     pad_across_processes,
     reduce,
     verify_operation,
 )
 from acc_ops.testing import run_processes, run_threads
-from acc_ops.tree import flatten, leaves_with_paths
 from acc_ops.world import World, current_world
-
-Pair = namedtuple("Pair", "left right")
-DTYPES = [
-    torch.float32,
-    torch.int64,
-    torch.bool,
-    torch.bfloat16,
-    torch.int16,
-    torch.uint8,
-    torch.float64,
-    torch.complex64,
-]
-
-
-@dataclass
-class Batch:
-    ids: Any
-
-
-def tensor_for(rank: int, dtype: torch.dtype, shape: tuple[int, ...], ragged: bool, view: str) -> Tensor:
-    """This rank's tensor of a leaf: other values, and other sizes of dimension 0 if `ragged`, on each rank."""
-    if shape and ragged:
-        shape = (shape[0] + rank % 3, *shape[1:])
-    numbers = (torch.arange(torch.Size(shape).numel()) * 7 + rank * 3) % 11
-    tensor = (numbers % 2 == 0 if dtype == torch.bool else numbers.to(dtype)).reshape(shape)
-    if view == "strided" and tensor.ndim >= 2:
-        tensor = tensor.transpose(0, 1).contiguous().transpose(0, 1)
-    if view == "grad" and tensor.is_floating_point():
-        tensor.requires_grad_()
-    return tensor
-
-
-leaf = st.tuples(
-    st.sampled_from(DTYPES),
-    st.lists(st.integers(0, 3), max_size=3).map(tuple),
-    st.booleans(),
-    st.sampled_from(["plain", "strided", "grad"]),
-)
-nested = st.recursive(
-    leaf.map(lambda spec: ("leaf", spec)),
-    lambda inner: (
-        st.lists(inner, max_size=3).map(lambda v: ("list", v))
-        | st.lists(inner, max_size=3).map(lambda v: ("tuple", v))
-        | st.dictionaries(st.sampled_from("abc"), inner, max_size=3).map(lambda v: ("dict", v))
-        | st.dictionaries(st.integers(0, 2), inner, max_size=3).map(lambda v: ("ordered", v))
-        | st.tuples(inner, inner).map(lambda v: ("pair", v))
-        | inner.map(lambda v: ("batch", v))
-    ),
-    max_leaves=8,
-)
-
-
-def build(spec: Any, rank: int, ragged: bool = True) -> Any:
-    kind, value = spec
-    if kind == "leaf":
-        dtype, shape, is_ragged, view = value
-        return tensor_for(rank, dtype, shape, is_ragged and ragged, view)
-    if kind in ("dict", "ordered"):
-        made = {key: build(inner, rank, ragged) for key, inner in value.items()}
-        return made if kind == "dict" else OrderedDict(made)
-    if kind == "batch":
-        return Batch(build(value, rank, ragged))
-    values = [build(inner, rank, ragged) for inner in value]
-    return Pair(*values) if kind == "pair" else values if kind == "list" else tuple(values)
-
-
-def assert_leaves(data: Any, expected: list[Tensor], like: Any) -> None:
-    assert [p for p, _ in leaves_with_paths(data)] == [p for p, _ in leaves_with_paths(like)]
-    for leaf, want in zip(flatten(data)[0], expected, strict=True):
-        assert leaf.dtype == want.dtype
-        assert leaf.shape == want.shape
-        assert torch.equal(leaf, want)
-
-
-def one_dim(leaf: Tensor) -> Tensor:
-    return leaf.detach() if leaf.ndim else leaf.detach().unsqueeze(0)
-
-
-ranks = st.integers(2, 4)
-FEW = settings(max_examples=40, deadline=None)
-
-
-@given(nested, ranks)
-@FEW
-def test_gather_is_the_concatenation_by_hand(spec: Any, size: int) -> None:
-    data = [build(spec, r) for r in range(size)]
-    expected = [
-        torch.cat([one_dim(leaf) for leaf in leaves])
-        for leaves in zip(*[flatten(d)[0] for d in data], strict=True)
-    ]
-    for result in run_threads(size, lambda: gather(data[current_world().rank])):
-        assert_leaves(result, expected, data[0])
-        assert type(result) is type(data[0])
-
-
-@given(nested, ranks, st.sampled_from(["sum", "mean", "max", "min", "none"]))
-@FEW
-def test_reduce_is_the_reduction_by_hand(spec: Any, size: int, reduction: str) -> None:
-    data = [build(spec, r, ragged=False) for r in range(size)]
-    if reduction in ("max", "min") and any(leaf.is_complex() for leaf in flatten(data[0])[0]):
-        with pytest.raises(ValueError, match="no order"):
-            run_threads(size, lambda: reduce(data[current_world().rank], reduction))
-        return
-    results = run_threads(size, lambda: reduce(data[current_world().rank], reduction))
-    for rank, result in enumerate(results):
-        expected = []
-        for leaves in zip(*[flatten(d)[0] for d in data], strict=True):
-            stacked = torch.stack([leaf.detach() for leaf in leaves])
-            is_int = not (stacked.is_floating_point() or stacked.is_complex())
-            if reduction == "none":
-                want = stacked[rank]
-            elif reduction == "mean":
-                want = stacked.to(torch.int64).sum(0) / size if is_int else wide_sum(stacked) / size
-                want = want if is_int else want.to(stacked.dtype)
-            elif stacked.dtype == torch.bool:
-                want = stacked.all(0) if reduction == "min" else stacked.any(0)
-            elif reduction == "sum":
-                want = wide_sum(stacked).to(stacked.dtype)
-            else:
-                want = stacked.amax(0) if reduction == "max" else stacked.amin(0)
-            expected.append(want)
-        assert_leaves(result, expected, data[rank])
-
-
-def wide_sum(stacked: Tensor) -> Tensor:
-    if stacked.dtype == torch.bfloat16:
-        return stacked.float().sum(0).to(torch.bfloat16)
-    return stacked.sum(0)
-
-
-@given(nested, ranks, st.integers(0, 3))
-@FEW
-def test_broadcast_overwrites_in_place_with_the_roots_values(spec: Any, size: int, root: int) -> None:
-    root %= size
-    data = [build(spec, r, ragged=False) for r in range(size)]
-    expected = [leaf.detach().clone() for leaf in flatten(data[root])[0]]
-    results = run_threads(size, lambda: broadcast(data[current_world().rank], root))
-    for rank, result in enumerate(results):
-        assert result is data[rank]
-        assert_leaves(result, expected, data[root])
-
-
-@given(nested, ranks, st.integers(-3, 3), st.booleans())
-@FEW
-def test_padded_data_has_the_largest_size_and_slices_back(
-    spec: Any, size: int, dim: int, pad_first: bool
-) -> None:
-    data = [build(spec, r) for r in range(size)]
-    results = run_threads(
-        size, lambda: pad_across_processes(data[current_world().rank], dim, 1, pad_first=pad_first)
-    )
-    for rank, result in enumerate(results):
-        for old, new, *everyone in zip(
-            flatten(data[rank])[0], flatten(result)[0], *[flatten(d)[0] for d in data], strict=True
-        ):
-            if not -old.ndim <= dim < old.ndim:
-                assert new is old
-                continue
-            target = max(leaf.shape[dim] for leaf in everyone)
-            assert new.shape[dim] == target
-            assert new.dtype == old.dtype
-            added = target - old.shape[dim]
-            assert torch.equal(new.narrow(dim, added if pad_first else 0, old.shape[dim]), old)
-            assert (new.narrow(dim, 0 if pad_first else old.shape[dim], added) == 1).all()
-
-
-@given(nested, ranks, st.data())
-@FEW
-def test_a_difference_anywhere_is_the_same_error_everywhere_and_the_ranks_go_on(
-    spec: Any, size: int, draw: st.DataObject
-) -> None:
-    data = [{"spec": build(spec, r), "last": torch.ones(2, 3)} for r in range(size)]
-    odd = draw.draw(st.integers(0, size - 1))
-    change = draw.draw(st.sampled_from(["dtype", "shape", "dims", "key", "type", "leaf"]))
-    changed = {
-        "dtype": {"last": torch.ones(2, 3, dtype=torch.float64)},
-        "shape": {"last": torch.ones(2, 4)},
-        "dims": {"last": torch.ones(2)},
-        "key": {"other": torch.ones(1)},
-        "type": {"last": [torch.ones(2, 3)]},
-        "leaf": {"last": "text"},
-    }[change]
-    data[odd] = {**data[odd], **changed}
-
-    def call() -> tuple[str, int]:
-        with pytest.raises(MismatchError) as caught:
-            gather(data[current_world().rank])
-        return str(caught.value), int(gather(torch.ones(1)).sum())
-
-    results = run_threads(size, call)
-    assert results == [results[0]] * size
-    text, total = results[0]
-    assert total == size
-    assert "rank 0 " in text
-    assert f"rank {odd or 1} " in text
-    assert change in ("key", "leaf") or "batch['last']" in text
 
 
 def test_the_error_names_the_path_and_both_sides() -> None:
@@ -250,7 +51,26 @@ ODD_CALLS: list[tuple[Callable[[], Any], Callable[[], Any], str]] = [
         lambda: reduce(torch.ones(1), "max"),
         "operation: rank 0 reduce('sum'), rank 1 reduce('max')",
     ),
-    (lambda: broadcast(torch.ones(1), 0), lambda: broadcast(torch.ones(1), 1), "root: rank 0 0, rank 1 1"),
+    (
+        lambda: reduce(torch.ones(1), "none"),
+        lambda: reduce(torch.ones(1), "sum"),
+        "operation: rank 0 reduce('none'), rank 1 reduce('sum')",
+    ),
+    (
+        lambda: reduce(torch.ones(1)),
+        lambda: reduce(torch.ones(1), scale=2),
+        "scale: rank 0 has 1.0, rank 1 has 2.0",
+    ),
+    (
+        lambda: gather_tensor_shape(torch.ones(1)),
+        lambda: copy_tensor_to_devices(torch.ones(1)),
+        "operation: rank 0 gather_tensor_shape, rank 1 copy_tensor_to_devices",
+    ),
+    (
+        lambda: broadcast(torch.ones(1), 0),
+        lambda: broadcast(torch.ones(1), 1),
+        "root: rank 0 has 0, rank 1 has 1",
+    ),
     (lambda: barrier(), lambda: gather_object([1]), "operation: rank 0 barrier, rank 1 gather_object"),
     (
         lambda: broadcast({"x": torch.ones(2)}),
@@ -306,6 +126,15 @@ def test_wrong_arguments_are_named(size: int) -> None:
         (lambda: pad_across_processes(torch.ones(1, dtype=torch.uint8), pad_index=-1), "pad_index=-1.*uint8"),
     ]:
         with pytest.raises(ValueError, match=said):
+            run_threads(size, call)
+    wrong: Any = "2"
+    for call, said in [
+        (lambda: reduce(torch.ones(1), "sum", wrong), "scale must be a number, got '2'"),
+        (lambda: reduce(torch.ones(1), "sum", None), "scale must be a number, got None"),  # type: ignore[arg-type]
+        (lambda: pad_across_processes(torch.ones(1), dim=None), "dim must be a whole number, got None"),  # type: ignore[arg-type]
+        (lambda: pad_across_processes(torch.ones(1), dim=1.5), "dim must be a whole number, got 1.5"),  # type: ignore[arg-type]
+    ]:
+        with pytest.raises(TypeError, match=said):
             run_threads(size, call)
 
 
@@ -367,6 +196,27 @@ def test_a_large_broadcast_writes_into_the_tensor_itself_and_autograd_sees_it(
     root, other = run(2, overwritten)
     assert root == [[0.0] * 3, [0, 0], False]
     assert other == [[20_000.0, 0.0, 20_000.0], [20_000, 0], True]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_broadcast_refuses_tensors_in_which_several_elements_are_one(size: int) -> None:
+    for make in (lambda: torch.zeros(6).unfold(0, 3, 1), lambda: torch.zeros(2, 1).expand(2, 3)):
+        with pytest.raises(ValueError, match=r"several elements are one number.*pass a clone"):
+            run_threads(size, lambda make=make: broadcast([make()]))
+
+
+def test_one_rank_whose_elements_are_one_is_told_on_every_rank_before_anything_is_written() -> None:
+    def call() -> tuple[str, float]:
+        rank = current_world().rank
+        own = torch.zeros(6).unfold(0, 3, 1) if rank == 1 else torch.ones(4, 3)
+        with pytest.raises(MismatchError) as caught:
+            broadcast(own)
+        return str(caught.value), own.sum().item()
+
+    (said, first), (also, second) = run_threads(2, call)
+    assert said == also
+    assert "rank 1 cannot take part: ValueError: broadcast writes into tensors, but in tensor several" in said
+    assert (first, second) == (12.0, 0.0)
 
 
 def test_a_large_broadcast_that_does_not_fit_writes_nothing() -> None:
@@ -503,15 +353,34 @@ def test_a_collective_of_ones_own_is_verified_and_named() -> None:
     assert outer(torch.ones(1)) == "ran"
 
 
+def test_a_collective_of_ones_own_is_verified_in_the_world_it_is_given_however_that_is_passed() -> None:
+    @verify_operation
+    def exchange(tensor: Tensor, world: World | None = None) -> str:
+        return "ran"
+
+    def call() -> list[str]:
+        data, unverified = (
+            torch.ones(current_world().rank),
+            dataclasses.replace(current_world(), verify=False),
+        )
+        with pytest.raises(MismatchError):
+            exchange(data, current_world())
+        return [
+            exchange(data, unverified),
+            exchange(data, world=unverified),
+            exchange(world=unverified, tensor=data),
+        ]
+
+    assert run_threads(2, call) == [["ran"] * 3] * 2
+
+
 def in_a_process() -> list[Any]:
     rank = current_world().rank
-    spec = (
-        "dict",
-        {"a": ("leaf", (torch.bool, (3, 2), True, "strided")), "b": ("leaf", (torch.int16, (), False, ""))},
-    )
+    mask = (torch.arange(2 * (3 + rank)).reshape(2, 3 + rank) % 3 == rank).t()
+    number = torch.tensor(rank, dtype=torch.int16)
     out: list[Any] = [
-        {k: v.tolist() for k, v in gather(build(spec, rank)).items()},
-        {k: v.tolist() for k, v in reduce(build(spec, rank, ragged=False)).items()},
+        {k: v.tolist() for k, v in gather({"a": mask, "b": number}).items()},
+        {k: v.tolist() for k, v in reduce({"a": mask[:3], "b": number}).items()},
         gather(torch.full((30_000,), rank)).sum().item(),
         broadcast(torch.full((30_000,), rank, dtype=torch.bfloat16), 1).sum().item(),
         gather_object({"rank": rank}),

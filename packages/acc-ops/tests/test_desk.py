@@ -12,12 +12,12 @@ from collections.abc import Iterator
 import pytest
 
 from acc_ops import desk
-from acc_ops.desk import Address, Silence, ask, close_desk, open_desk
+from acc_ops.desk import Address, Silence, ask, close_desk, forget_address, open_desk
 
 
 @pytest.fixture(autouse=True)
 def _desk_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(desk, "_desk", None)
+    monkeypatch.setattr(desk, "_desks", {})
     yield
     close_desk()
 
@@ -69,6 +69,23 @@ def test_a_process_that_takes_the_call_but_is_stuck_is_mute() -> None:
     address = opened()
     with socket.create_server(("127.0.0.1", 0)) as stuck:  # its system accepts; nobody reads
         assert ask(address._replace(port=stuck.getsockname()[1]), {}, timeout_s=0.1) is Silence.MUTE
+
+
+def test_a_process_that_has_forgotten_an_address_is_there_and_answers_at_others() -> None:
+    one, two = opened("one"), opened("two")
+    forget_address(one)
+    assert ask(one, {}) is Silence.MUTE
+    assert ask(two, {}) == {"said": "two", "asked": {}}
+
+
+def test_for_ranks_of_one_machine_no_other_machine_is_listened_to() -> None:
+    near, far = open_desk(dict, ("192.0.2.1", 9), one_machine=True), opened()
+    assert near is not None
+    assert near.host == "127.0.0.1"
+    bound = {one: each._socket.getsockname()[0] for one, each in desk._desks.items()}
+    assert bound[True] == "127.0.0.1"
+    assert bound[False] in ("::", "0.0.0.0")
+    assert (ask(near, {}), ask(far, {})["said"]) == ({}, "here")  # type: ignore[index]
 
 
 def test_answering_keeps_no_process_alive_and_runs_beside_a_busy_main_thread() -> None:

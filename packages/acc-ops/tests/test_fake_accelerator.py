@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
 import io
-import sys
+import mmap
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from acc_ops import devices
+from acc_ops import devices, fake_driver, fake_kernels
 from acc_ops.fake_accelerator import Copy, FakeAccelerator, fake_accelerator
 from acc_ops.testing import run_threads
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="torch cannot be told of a device there")
-
 
 @pytest.fixture
-def fake() -> Iterator[FakeAccelerator]:
+def fake(needs_fake_accelerator: None) -> Iterator[FakeAccelerator]:
     with fake_accelerator(count=2, total_bytes=2**20) as accelerator:
         yield accelerator
 
@@ -285,6 +285,7 @@ def test_streams_and_events_record_what_they_are_asked(fake: FakeAccelerator) ->
     assert usual.log == [("wait_event", event), ("wait_stream", side)]
 
 
+@pytest.mark.usefixtures("needs_fake_accelerator")
 def test_it_is_the_present_kind_only_inside() -> None:
     before, threads = devices.present_kind(), torch.autograd.is_multithreading_enabled()
     with fake_accelerator(count=3, autocast_bf16=False) as fake:
@@ -307,6 +308,7 @@ def test_it_is_the_present_kind_only_inside() -> None:
         pass
 
 
+@pytest.mark.usefixtures("needs_fake_accelerator")
 def test_an_error_inside_leaves_nothing_behind() -> None:
     table = devices.DEVICE_TABLE
     with pytest.raises(KeyError), fake_accelerator():
@@ -314,3 +316,68 @@ def test_an_error_inside_leaves_nothing_behind() -> None:
     assert devices.DEVICE_TABLE is table
     with fake_accelerator() as fake:
         assert torch.ones(1, device=fake.device).tolist() == [1]
+
+
+def _what_torch_says() -> list[Any]:
+    weight = torch.ones(2, requires_grad=True)
+    (weight * 3).sum().backward()
+    assert weight.grad is not None
+    said: list[Any] = [
+        torch.autograd.is_multithreading_enabled(),
+        torch.UntypedStorage.clone,
+        list(torch.serialization._package_registry),
+        devices.DEVICE_TABLE,
+        weight.grad.tolist(),
+    ]
+    for ask in (
+        torch.cuda.is_available,
+        torch.cuda.is_initialized,
+        torch.cuda.device_count,
+        torch.backends.cuda.is_built,
+        torch.accelerator.is_available,
+        torch.accelerator.current_accelerator,
+        torch.accelerator.device_count,
+        torch.get_device_module,
+    ):
+        try:
+            said.append(ask())
+        except RuntimeError as error:  # some versions, where there is no accelerator
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.usefixtures("needs_fake_accelerator")
+def test_afterwards_torch_says_what_it_said_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = _what_torch_says()
+    with fake_accelerator() as fake:
+        assert torch.get_device_module(fake.kind).device_count() == fake.count
+        assert not torch.cuda.is_available()
+    assert _what_torch_says() == before
+    with pytest.raises(KeyError), fake_accelerator():
+        raise KeyError
+    assert _what_torch_says() == before
+
+    def broken(_: Any) -> None:
+        raise OSError("cannot be set up")
+
+    monkeypatch.setattr(fake_kernels, "install", broken)
+    with pytest.raises(OSError, match="cannot be set up"), fake_accelerator():
+        pass
+    assert _what_torch_says() == before
+    assert not hasattr(torch, FakeAccelerator.kind)
+
+
+@pytest.mark.usefixtures("needs_fake_accelerator")
+def test_what_is_behind_the_last_page_of_a_table_is_not_read() -> None:
+    page = mmap.PAGESIZE
+    with mmap.mmap(-1, 2 * page) as memory:
+        memory.write(bytes(range(1, 9)) * (2 * page // 8))
+        first = ctypes.c_char.from_buffer(memory)
+        start = ctypes.addressof(first)
+        protect = ctypes.CDLL(None).mprotect
+        protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        assert fake_driver._readable(start + page - 16, 64) == bytes(range(1, 9)) * 8
+        assert protect(start + page, page, 0) == 0
+        assert fake_driver._readable(start + page - 16, 64) == bytes(range(1, 9)) * 2
+        assert protect(start + page, page, mmap.PROT_READ | mmap.PROT_WRITE) == 0
+        del first

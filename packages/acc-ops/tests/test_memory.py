@@ -496,6 +496,42 @@ def test_a_starting_size_that_is_no_number_is_told_at_once():
         find_executable_batch_size(limited(0, []), "8")
 
 
+@pytest.mark.parametrize("start", [0, -3])
+def test_a_size_that_leaves_nothing_to_try_is_told(start):
+    tried = []
+    with pytest.raises(RuntimeError, match=rf"was not run, as starting_batch_size={start} is no size"):
+        find_executable_batch_size(limited(9, tried), start)()
+    assert tried == []
+
+
+def test_a_call_after_one_in_which_nothing_fitted_says_so():
+    function = find_executable_batch_size(limited(0, []), 4)
+    with pytest.raises(RuntimeError, match="ran out of memory with every size that was tried from 4 on"):
+        function()
+    with pytest.raises(RuntimeError, match="was not run, as an earlier call ran out of memory"):
+        function()
+
+
+def test_what_cannot_be_called_is_refused():
+    with pytest.raises(TypeError, match="write @classmethod above @find_executable_batch_size"):
+        find_executable_batch_size(classmethod(lambda cls, batch_size: batch_size))
+    with pytest.raises(TypeError, match="decorates a function, got 3"):
+        find_executable_batch_size(3)
+
+
+def test_what_returns_a_coroutine_without_looking_like_it_is_refused():
+    async def coroutine(batch_size):
+        return batch_size
+
+    class Called:
+        async def __call__(self, batch_size):
+            return batch_size
+
+    for function in (Called(), lambda batch_size: coroutine(batch_size)):
+        with pytest.raises(TypeError, match=r"is a coroutine or generator.*it returned a coroutine"):
+            find_executable_batch_size(function)()
+
+
 def test_what_would_run_after_the_call_is_refused():
     async def coroutine(batch_size):
         return batch_size

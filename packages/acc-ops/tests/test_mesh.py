@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from acc_ops.mesh import build_mesh, mesh_shape
-from acc_ops.world import World, WorldError, current_world
+from acc_ops.rendezvous import WorldError
+from acc_ops.world import World, current_world
 
 
 def test_degrees_must_make_the_world() -> None:

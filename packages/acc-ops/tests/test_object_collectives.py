@@ -83,7 +83,7 @@ def test_lists_of_different_length_are_refused() -> None:
             broadcast_object_list([1] * (current_world().rank + 1))
         return str(caught.value)
 
-    assert run_threads(2, call) == ["object_list: rank 0 1 items, rank 1 2 items"] * 2
+    assert run_threads(2, call) == ["object_list: rank 0 has 1 items, rank 1 has 2 items"] * 2
     for size in (1, 2):
         with pytest.raises(TypeError, match="overwrites a list, got"):
             run_threads(size, lambda: broadcast_object_list((1,)))  # type: ignore[arg-type]
@@ -118,7 +118,7 @@ def test_a_batch_only_the_root_has_reaches_each_rank(rows: int, root: int, verif
 
 def test_a_wrong_number_of_parts_fails_on_every_rank_and_they_go_on() -> None:
     def call() -> tuple[str, int]:
-        with pytest.raises((MismatchError, ValueError)) as caught:
+        with pytest.raises(ValueError, match="one part") as caught:
             scatter([torch.ones(1)] if current_world().rank == 0 else None)
         return str(caught.value), len(gather(torch.ones(1)))
 
@@ -127,6 +127,22 @@ def test_a_wrong_number_of_parts_fails_on_every_rank_and_they_go_on() -> None:
     assert one == two
     with pytest.raises(ValueError, match="one part for each of the 1 ranks, got 2"):
         scatter([1, 2])
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("size", [1, 2])
+def test_wrong_parts_are_the_same_error_on_any_number_of_ranks(size: int, verify: bool) -> None:
+    def call() -> int:
+        for parts, kind, said in (
+            (None, ValueError, "rank 0 has to give one part for each"),
+            ([torch.eye(2).to_sparse()] * size, TypeError, "scatter takes dense tensors.*sparse_coo"),
+            ([torch.empty(2, device="meta")] * size, TypeError, "scatter takes dense tensors.*meta"),
+        ):
+            with pytest.raises(kind, match=said):
+                scatter(parts if current_world().rank == 0 else None)
+        return len(gather(torch.ones(1)))
+
+    assert run_threads(size, call, verify=verify) == [size] * size
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
@@ -34,6 +33,7 @@ from acc_ops import (
     recursively_apply,
     reduce,
     restore_rng,
+    scatter,
     send_to_device,
     set_seed,
     slice_tensors,
@@ -41,11 +41,9 @@ from acc_ops import (
 from acc_ops.fake_accelerator import FakeAccelerator, fake_accelerator
 from acc_ops.testing import run_threads
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="torch cannot be told of a device there")
-
 
 @pytest.fixture
-def fake() -> Iterator[FakeAccelerator]:
+def fake(needs_fake_accelerator: None) -> Iterator[FakeAccelerator]:
     with fake_accelerator() as accelerator:
         yield accelerator
 
@@ -65,6 +63,15 @@ class Moving:
     def to(self, device: torch.device) -> Moving:
         self.moves.append(device)
         return self
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_scattered_tensors_arrive_where_the_roots_were(fake: FakeAccelerator, size: int) -> None:
+    def call() -> list[str]:
+        part = [torch.ones(1, device=fake.device), torch.ones(1)]
+        return [leaf.device.type for leaf in scatter([part] * size if current_world().is_main else None)]
+
+    assert run_threads(size, call, device=torch.device(fake.device)) == [[fake.kind, "cpu"]] * size
 
 
 def test_every_question_is_answered_from_the_row(fake: FakeAccelerator) -> None:
@@ -94,6 +101,7 @@ def test_every_question_is_answered_from_the_row(fake: FakeAccelerator) -> None:
     )
 
 
+@pytest.mark.usefixtures("needs_fake_accelerator")
 def test_the_row_says_what_autocast_can() -> None:
     with fake_accelerator(autocast_bf16=False):
         assert not device_checks.is_bf16_available()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from acc_ops import packing
 from acc_ops.collectives import (
@@ -20,6 +21,7 @@ from acc_ops.collectives import (
     barrier,
     broadcast,
     broadcast_object_list,
+    copy_tensor_to_devices,
     gather,
     gather_object,
     pad_across_processes,
@@ -29,6 +31,18 @@ from acc_ops.collectives import (
 from acc_ops.prepared import MayDiffer, Prepared, prepare
 from acc_ops.testing import count_calls, run_threads
 from acc_ops.world import current_world
+
+
+class StandIn(Tensor):
+    """A tensor class that answers for data elsewhere, as DTensor and acc-hooks' placeholders do: its own address is null."""
+
+    @staticmethod
+    def __new__(cls, *shape: int) -> StandIn:
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32)  # type: ignore[attr-defined]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*[torch.ones(a.shape) if isinstance(a, cls) else a for a in args], **(kwargs or {}))
 
 
 class Unreadable(dict):  # type: ignore[type-arg]
@@ -49,6 +63,7 @@ FAILING: list[Callable[[], Any]] = [
     lambda: pad_across_processes(torch.ones(1), pad_index=torch.ones(2)),  # type: ignore[arg-type]
     lambda: pad_across_processes(torch.ones(1), dim="x"),  # type: ignore[arg-type]
     lambda: gather({object(): torch.ones(1)}),
+    lambda: gather([torch.ones(1), StandIn(3)]),
     lambda: gather_object([lambda: 1]),
     lambda: broadcast_object_list([lambda: 1], 1),
     lambda: broadcast_object_list([1], 7),
@@ -71,6 +86,36 @@ def test_what_fails_on_one_rank_is_an_error_on_every_rank_and_the_ranks_go_on(
     assert results[0] == results[1]
     assert "rank 0 barrier, rank 1 cannot take part: " in results[0][0]
     assert results[0][1] == 2
+
+
+def fake_tensor(*shape: int) -> Tensor:
+    with FakeTensorMode():
+        return torch.empty(shape)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("make", [StandIn, fake_tensor])
+def test_tensors_without_memory_of_their_own_are_refused_on_any_number_of_ranks(
+    make: Callable[..., Tensor], size: int
+) -> None:
+    for shape in ((3,), (9_000,)):
+        tensor = make(*shape)
+        for call in (
+            lambda t=tensor: gather(t),
+            lambda t=tensor: gather({"x": [torch.ones(2), t]}),
+            lambda t=tensor: reduce(t),
+            lambda t=tensor: reduce(t, "none"),
+            lambda t=tensor: broadcast(t),
+            lambda t=tensor: pad_across_processes(t),
+            lambda t=tensor: scatter([t] * size if current_world().rank == 0 else None),
+            lambda t=tensor: copy_tensor_to_devices(t if current_world().is_last else None),
+        ):
+
+            def told(call: Callable[[], Any] = call) -> None:
+                with pytest.raises(TypeError, match=r"has no memory of its own.*full_tensor\(\)"):
+                    call()
+
+            run_threads(size, told, timeout_s=10)
 
 
 def test_an_error_in_putting_the_bytes_together_reaches_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,9 +187,9 @@ def test_a_padding_that_a_dtype_cannot_hold_is_refused_whether_padding_is_needed
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (lambda rank: {"dim": rank}, "dim: rank 0 0, rank 1 1"),
-        (lambda rank: {"pad_index": -rank}, "pad_index: rank 0 0, rank 1 -1"),
-        (lambda rank: {"pad_first": rank == 1}, "pad_first: rank 0 False, rank 1 True"),
+        (lambda rank: {"dim": rank}, "dim: rank 0 has 0, rank 1 has 1"),
+        (lambda rank: {"pad_index": -rank}, "pad_index: rank 0 has 0, rank 1 has -1"),
+        (lambda rank: {"pad_first": rank == 1}, "pad_first: rank 0 has False, rank 1 has True"),
     ],
 )
 def test_ranks_that_pad_differently_are_told_how(arguments: Callable[[int], Any], said: str) -> None:

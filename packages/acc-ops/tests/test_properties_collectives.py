@@ -19,8 +19,9 @@ from ops_checks import (
 from ops_data import Leaf, Node, Spec
 from ops_specs import NOT_PICKLABLE, STABLE, VIEWS, ranks, specs
 
-from acc_ops.collectives import broadcast, gather, scatter
+from acc_ops.collectives import broadcast, copy_tensor_to_devices, gather, reduce, scatter
 from acc_ops.testing import run_threads
+from acc_ops.tree import flatten
 from acc_ops.world import current_world
 
 roots = st.integers(0, 4)
@@ -97,24 +98,46 @@ def test_an_expanded_tensor_is_refused_by_broadcast_on_every_rank(size: int) -> 
     run_threads(size, lambda: check_broadcast_then_gather(whole, 0))
 
 
-STORED_ONLY = [name for name in ("bits8", "bits16", "float4_e2m1fn_x2") if hasattr(torch, name)]
+UNCOPIED = [
+    f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)
+]  # smaller than a byte, in one byte each
+STORED_ONLY = [name for name in ("bits8", "bits16", "float4_e2m1fn_x2", *UNCOPIED) if hasattr(torch, name)]
 
 
 @pytest.mark.parametrize("name", STORED_ONLY)
 def test_dtypes_that_torch_can_only_store_travel_as_well(name: str) -> None:
-    def call() -> list[int]:
-        dtype = getattr(torch, name)
-        rank = current_world().rank
-        own = [
-            torch.full((rows * dtype.itemsize,), rank, dtype=torch.uint8).view(dtype) for rows in range(1, 7)
-        ]
-        joined = gather(own)
-        part = scatter([own[0]] * 2 if rank == 1 else None, 1)
-        broadcast(own, 1)
-        assert {tensor.dtype for tensor in (*joined, *own, part)} == {dtype}
-        return [
-            sum(tensor.view(torch.uint8).sum().item() for tensor in found) for found in (joined, own, [part])
-        ]
+    dtype = getattr(torch, name)
 
-    bytes_each = getattr(torch, name).itemsize
-    assert run_threads(2, call) == [[21 * bytes_each, 21 * bytes_each, bytes_each]] * 2
+    def ones(*shape: int) -> torch.Tensor:
+        whole = torch.full((*shape[:-1], shape[-1] * dtype.itemsize), current_world().rank, dtype=torch.uint8)
+        return whole.view(dtype)
+
+    def call() -> list[int]:
+        rank = current_world().rank
+        own = [ones(rows) for rows in range(1, 7)]
+        found = [
+            gather(own),
+            gather([ones(2, 3), ones(2, 3), ones(1)]),
+            gather([ones(1 + rank, 2), ones(3)]),
+            scatter([ones(1)] * 2 if rank == 1 else None, 1),
+            copy_tensor_to_devices(ones(5) if rank == 1 else None),
+            reduce(ones(2), "none"),
+            broadcast(own, 1),
+        ]
+        leaves = [flatten(data)[0] for data in found]
+        assert {tensor.dtype for tensors in leaves for tensor in tensors} == {dtype}
+        return [sum(tensor.view(torch.uint8).sum().item() for tensor in tensors) for tensors in leaves]
+
+    wanted = [[21, 13, 7, 1, 5, rank * 2, 21] for rank in range(2)]
+    assert run_threads(2, call) == [[number * dtype.itemsize for number in row] for row in wanted]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", STORED_ONLY)
+def test_dtypes_that_torch_can_only_store_are_not_reduced_on_any_number_of_ranks(
+    name: str, size: int
+) -> None:
+    own = torch.zeros(8, dtype=torch.uint8).view(getattr(torch, name))
+    for reduction in ("sum", "max", "mean"):
+        with pytest.raises(TypeError, match=f"tensors of torch.{name} are only stored and cannot be reduced"):
+            run_threads(size, lambda reduction=reduction: reduce(own, reduction))

@@ -52,6 +52,20 @@ def test_large_seeds_suit_every_generator() -> None:
     assert draw() == first
 
 
+class Whole:
+    """A whole number of another library, as NumPy's are."""
+
+    def __index__(self) -> int:
+        return 3
+
+
+def test_whole_numbers_of_other_libraries_are_seeds() -> None:
+    set_seed(3)
+    first = draw()
+    set_seed(Whole())  # type: ignore[arg-type]
+    assert draw() == first
+
+
 @pytest.mark.parametrize("seed", [-1, 2**63, 1.5, True, None])
 def test_a_seed_that_is_none_is_named(seed: Any) -> None:
     with pytest.raises(ValueError, match=f"got {seed}"):
@@ -172,6 +186,29 @@ def test_every_device_of_an_accelerator_is_seeded_kept_and_restored(
 def test_a_part_that_holds_no_state_is_named(part: str) -> None:
     with pytest.raises(ValueError, match=f"'{part}'.* is no state .*capture_rng"):
         restore_rng({**capture_rng(), part: 3})
+
+
+def test_every_generator_is_as_it_was_where_one_part_is_refused() -> None:
+    set_seed(5)
+    other = capture_rng()
+    set_seed(9)
+    expected = draw()
+    set_seed(9)
+    with pytest.raises(ValueError, match=r"state\['torch'\] is no state"):
+        restore_rng({**other, "torch": 3})
+    assert draw() == expected
+
+
+def test_every_device_is_as_it_was_where_one_state_is_refused(fake_accelerator: FakeGenerators) -> None:
+    with pytest.raises(ValueError, match=r"state\['privateuseone'\] is no state"):
+        restore_rng({**capture_rng(), "privateuseone": [torch.tensor([7], dtype=torch.uint8), 3]})
+    assert [int(state) for state in fake_accelerator.states] == [1, 2]
+
+
+@pytest.mark.parametrize("state", [None, 3, [1]])
+def test_what_is_no_mapping_of_states_is_named(state: Any) -> None:
+    with pytest.raises(TypeError, match=r"the mapping that capture_rng\(\) returned, got"):
+        restore_rng(state)
 
 
 def test_the_module_hides_nothing_of_pythons_random() -> None:

@@ -70,6 +70,10 @@ def test_a_text_that_is_no_number_is_named_with_its_variable(name: str) -> None:
         ({"WORLD_SIZE": "2"}, "RANK is not"),
         ({"LOCAL_RANK": "1"}, "WORLD_SIZE is not"),
         ({"WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, "RANK is not"),
+        (
+            {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"},
+            "RANK=5 and LOCAL_RANK=1 tell of several machines.*set LOCAL_WORLD_SIZE",
+        ),
     ],
 )
 def test_contradictions_are_named(environ: dict[str, str], said: str) -> None:
@@ -133,6 +137,24 @@ def test_slurm_tells_tasks_per_node_in_its_short_form() -> None:
     assert ranks.main_address == "gpu003"
     with pytest.raises(RanksError, match="two each"):
         read_ranks({**environ, "SLURM_STEP_TASKS_PER_NODE": "two each"})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("rack[1-2]n[03-04]", "rack1n03"),
+        ("tux-[1-3]-eth0.cluster.org,b", "tux-1-eth0.cluster.org"),
+        ("a,b[1,2]", "a"),
+    ],
+)
+def test_the_first_host_of_slurms_list_is_where_the_ranks_meet(nodes: str, first: str) -> None:
+    environ = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": nodes}
+    assert read_ranks(environ).main_address == first
+
+
+@pytest.mark.parametrize("text", ["::1", "[::1]", " ::1 ", " [::1]"])
+def test_an_address_is_read_without_brackets_and_blanks(text: str) -> None:
+    assert read_ranks({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": text}).main_address == "::1"
 
 
 def test_a_batch_script_that_srun_did_not_start_is_one_rank() -> None:

@@ -127,6 +127,12 @@ def test_nothing_changes_when_one_of_several_generators_is_missing() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_is_no_list_of_generators_is_named(size: int) -> None:
+    with pytest.raises(TypeError, match=r"rng_types must be kinds of random generators.*got None"):
+        run_threads(size, lambda: synchronize_rng_states(None))  # type: ignore[arg-type]
+
+
 def test_several_generators_travel_in_one_collective() -> None:
     calls: list[int] = []
 

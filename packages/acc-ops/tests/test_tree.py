@@ -318,3 +318,14 @@ def test_work_grows_with_the_number_of_leaves_only() -> None:
 
     tensor = torch.zeros(1)
     assert calls(40_000) < 21 * calls(2_000)
+
+
+def test_an_argument_of_padding_that_is_no_whole_number_is_named() -> None:
+    wrong: Any = "5"
+    for arguments, said in (
+        ((wrong, 2), "batch_size"),
+        ((5, wrong), "num_processes"),
+        ((5, 2, wrong), "dim"),
+    ):
+        with pytest.raises(TypeError, match=f"{said} must be a whole number, got '5'"):
+            pad_input_tensors(torch.ones(5), *arguments)

@@ -149,6 +149,26 @@ def test_a_rank_that_ended_after_its_part_of_the_call_is_not_missed(clock: Clock
     Vigil(waiting({1: Silence.ENDED, 2: SAME}.__getitem__), Work(clock, 2)).keep()
 
 
+def test_a_rank_that_ended_is_not_blamed_while_another_one_has_yet_to_come(clock: Clock) -> None:
+    """It may have got its broadcast from the root, and what the root waits for is the one that is late."""
+    for late in (ELSEWHERE, Silence.MUTE, Silence.UNKNOWN):
+        Vigil(waiting({1: Silence.ENDED, 2: late}.__getitem__), Work(clock, 60)).keep()
+
+
+def test_a_rank_that_told_it_had_done_its_part_before_it_ended_is_not_blamed(clock: Clock) -> None:
+    told = {1: {"rank": 1, "number": 7, "left": "ended", "follows": False}}
+    Vigil(waiting({1: Silence.ENDED, 2: SAME}.__getitem__, told), Work(clock, 60)).keep()
+
+
+def test_a_rank_that_ended_is_blamed_when_the_last_of_the_others_has_come(clock: Clock) -> None:
+    def ask(rank: int) -> Any:
+        return Silence.ENDED if rank == 1 else SAME if clock.now > 120 else ELSEWHERE
+
+    with pytest.raises(CommError, match=r"for rank 1, whose process has ended$"):
+        Vigil(waiting(ask), Work(clock, None)).keep()
+    assert 120 < clock.now < 170
+
+
 def test_a_broken_connection_is_explained_by_the_rank_that_ends_a_moment_later(clock: Clock) -> None:
     def ask(rank: int) -> Any:
         return Silence.ENDED if rank == 2 and clock.now > 100.5 else SAME

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+import time
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
@@ -21,7 +23,7 @@ from acc_ops.watch import Peers, Watch, WatchOptions, watch_of
 
 @pytest.fixture(autouse=True)
 def _desk_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(desk, "_desk", None)
+    monkeypatch.setattr(desk, "_desks", {})
     yield
     desk.close_desk()
 
@@ -85,6 +87,22 @@ def test_a_destroyed_group_counts_as_left() -> None:
     assert one.respond({})["left"] == "destroyed its process group"
 
 
+def test_a_main_thread_that_ended_while_another_lives_counts_as_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, two = ranks(2, Store())
+    one.wait(Work(), "all_gather")
+    worker = threading.Thread(target=two.wait, args=(Work(), "all_gather"))  # may well make its next call
+    worker.start()
+    worker.join()
+    main = threading.main_thread()
+    monkeypatch.setattr(main, "is_alive", lambda: False)
+    assert one.respond({})["left"] == "ended its main thread"
+    assert two.respond({})["left"] == ""
+    monkeypatch.setattr(watch.sys, "last_value", KeyError("lost"), raising=False)
+    assert one.respond({})["left"] == "ended its main thread with KeyError: 'lost'"
+
+
 def test_the_store_is_asked_once_and_not_again_for_calls_that_go_well() -> None:
     store = Store()
     first, *_ = ranks(3, store)
@@ -99,7 +117,42 @@ def test_a_call_that_is_soon_over_pays_for_next_to_nothing() -> None:
     one, _ = ranks(2, Store())
     one.wait(Work(), "all_gather")
     work = Work()
-    assert count_calls(lambda: one.wait(work, "all_gather")) <= 4  # the lambda, wait, and the work's own wait
+    assert (
+        count_calls(lambda: one.wait(work, "all_gather")) <= 5
+    )  # the lambda, wait, its thread, and the work's own wait
+
+
+def test_an_address_of_the_group_before_is_not_taken_for_one_of_this_group() -> None:
+    store = Store()
+    _, slow = ranks(2, store, generation="1.1")
+    slow.leave("called leave_world() at a.py:1")
+    first, *_ = [
+        Watch(
+            Peers(
+                rank=0,
+                size=2,
+                names=["rank 0", "rank 1"],
+                store=store,
+                alive=lambda: True,
+                abandon=lambda: None,
+                generation="2.1",
+            ),
+            WatchOptions(),
+        )
+    ]
+    assert first._ask(1) is Silence.UNKNOWN  # rank 1 has not come to the second group yet
+    _, come = ranks(2, store, generation="2.1")
+    come.wait(Work(), "barrier")
+    assert first._ask(1)["made"].startswith("1 call,")  # type: ignore[index]
+
+
+def test_ranks_that_count_their_groups_differently_find_each_other_after_the_first_call() -> None:
+    store = Store()
+    one, _ = ranks(2, store, generation="1.1")
+    ranks(2, store, generation="2.1")
+    assert one._ask(1) is Silence.UNKNOWN
+    one.wait(Work(), "barrier")
+    assert isinstance(one._ask(1), dict)
 
 
 def test_others_are_found_and_asked_even_when_the_store_has_gone_meanwhile() -> None:
@@ -136,7 +189,7 @@ def test_a_goodbye_reaches_those_that_are_known() -> None:
     one, two, _ = ranks(3, Store())
     one.wait(Work(), "all_gather")
     two.wait(Work(), "all_gather")
-    two.tell_others("raised KeyError: 'x'", follows=False)
+    two.tell_others("raised KeyError: 'x'", follows=False, deadline_s=time.monotonic() + 5)
     with pytest.raises(CommError, match=r"for rank 1, which raised KeyError: 'x'$"):
         one.wait(Work(RuntimeError(CLOSED)), "all_gather")
 
@@ -212,5 +265,32 @@ def test_what_an_accelerator_sends_is_not_waited_for_in_slices(gloo_group: None)
 
 def test_a_rank_is_asked_over_its_own_address(gloo_group: None) -> None:
     comm = TorchComm()
-    address = desk.Address.from_text(watch._store_of(dist.group.WORLD).get("acc_ops/desk/0").decode())
+    said = watch._store_of(dist.group.WORLD).get("acc_ops/desk/0").decode()
+    address = desk.Address.from_text(said.partition(" ")[2])
     assert ask(address, {}) == comm.watch.respond({}) | {"at": ask(address, {})["at"]}  # type: ignore[index]
+
+
+def test_a_group_that_has_gone_is_answered_for_until_the_next_one_is_made() -> None:
+    store = dist.HashStore()  # as torchrun's, it outlives the groups
+    said, kept = [], []
+    for _ in range(3):
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        said.append(TorchComm().watch)
+        dist.destroy_process_group()
+        (answering,) = desk._desks.values()
+        kept.append(len(answering._responders))
+        assert ask(said[-1]._address, {})["left"] == "destroyed its process group"  # type: ignore[arg-type, index]
+    assert kept == [1, 1, 1]
+    assert ask(said[0]._address, {}) is Silence.MUTE  # type: ignore[arg-type]
+    numbers = [int(one._peers.generation.partition(".")[0]) for one in said]
+    assert numbers == list(range(numbers[0], numbers[0] + 3))
+
+
+def test_ranks_of_one_machine_can_be_asked_from_that_machine_only(
+    gloo_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert TorchComm().watch._address is not None
+    (bound,) = [one._socket.getsockname()[0] for one in desk._desks.values()]
+    assert bound == "127.0.0.1"

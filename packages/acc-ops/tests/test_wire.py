@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from acc_ops.wire import (
     as_bytes,
@@ -13,6 +16,8 @@ from acc_ops.wire import (
     combine,
     mean_of_shares,
     share_of_mean,
+    shares_elements,
+    to_bytes,
 )
 
 
@@ -86,3 +91,18 @@ def test_the_mean_of_equal_numbers_is_that_number_at_the_edge_of_every_dtype(siz
         own = torch.tensor([whole])
         mean = mean_of_shares(combine([share_of_mean(own, size)] * size, "sum"), size, torch.int64)
         assert mean.tolist() == [torch.tensor(float(whole)).item()]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 7)), max_size=4))
+def test_elements_are_shared_where_there_are_fewer_places_than_elements(dims: list[tuple[int, int]]) -> None:
+    sizes, steps = [size for size, _ in dims], [step for _, step in dims]
+    tensor = torch.zeros(64).as_strided(sizes, steps)
+    places = torch.arange(64).as_strided(sizes, steps).flatten().tolist()
+    assert shares_elements(tensor) == (len(set(places)) < len(places))
+
+
+def test_no_memory_is_read_where_there_is_none() -> None:
+    with FakeTensorMode():
+        tensor = torch.zeros(3, dtype=torch.uint8)
+    with pytest.raises(TypeError, match="got a FakeTensor, which has no memory of its own"):
+        to_bytes(tensor)

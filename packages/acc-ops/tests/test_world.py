@@ -15,10 +15,13 @@ import torch
 import torch.distributed as dist
 
 from acc_ops import devices, world
-from acc_ops.comm import SoloComm, TorchComm
+from acc_ops.collectives import gather
+from acc_ops.comm import CommError, SoloComm, TorchComm
+from acc_ops.object_collectives import gather_object
 from acc_ops.processes import get_free_port
+from acc_ops.rendezvous import WorldError
 from acc_ops.testing import run_threads
-from acc_ops.world import World, WorldError, current_world, join_world, leave_world, use_world
+from acc_ops.world import World, current_world, join_world, leave_world, use_world
 
 
 def solo(**changes: object) -> World:
@@ -91,6 +94,31 @@ def test_a_world_must_fit_its_comm() -> None:
         solo(local_rank=3)
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rank": "0"}, r"World\(rank=\) must be an int, got '0'"),
+        ({"local_size": True}, r"World\(local_size=\) must be an int, got True"),
+        (
+            {"device": "cpu"},
+            r"World\(device=\) must be a torch.device such as torch.device\('cpu'\), got 'cpu'",
+        ),
+        ({"device": None}, r"World\(device=\) must be .*, got None"),
+    ],
+)
+def test_a_world_of_wrong_types_is_refused(changes: dict[str, object], said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        solo(**changes)
+
+
+def test_a_world_argument_that_is_no_world_is_refused_by_all_that_take_one() -> None:
+    for call in (lambda: gather(torch.ones(1), "w"), lambda: gather_object([1], world=3)):  # type: ignore[arg-type]
+        with pytest.raises(
+            TypeError, match=r"world must be a World, such as join_world.. returns, or None, got"
+        ):
+            call()
+
+
 def test_joining_without_a_launcher_makes_no_process_group(no_launcher: None, cpu_only: None) -> None:
     world = join_world()
     assert isinstance(world.comm, SoloComm)
@@ -118,6 +146,31 @@ def test_torchrun_promises_a_process_group_even_to_one_rank(torchrun_of_one: Non
     leave_world()
     assert not dist.is_initialized()
     assert isinstance(current_world().comm, SoloComm)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_keeps_the_number_of_its_rank_and_is_none(torchrun_of_one: None) -> None:
+    join_world(cpu=True, timeout=timedelta(seconds=30))
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        said = [str(current_world().rank)]
+        for _ in range(2):  # the joined world, then the one that is derived from the group
+            comm = current_world().comm
+            for call in (lambda: comm.all_gather(torch.ones(1)), comm.barrier):  # noqa: B023 - called here
+                try:
+                    said.append(str(call()))  # type: ignore[func-returns-value]
+                except CommError as error:
+                    said.append(str(error)[:49])
+            leave_world()
+        said.append(str(dist.is_initialized()))
+        os.write(theirs, ";".join(said).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    refused = "this process was forked from rank 0 and is no rank"[:49]
+    assert os.read(ours, 1000).decode().split(";") == ["0", *[refused] * 4, "True"]
+    assert current_world().comm.all_gather(torch.ones(1)).tolist() == [[1.0]]
 
 
 def test_the_users_process_group_is_found_and_outlives_the_world(gloo_group: None, no_launcher: None) -> None:

@@ -68,7 +68,7 @@ _NAMES = {
     "slice_tensors": "batches",
     "unflatten": "tree",
     "World": "world",
-    "WorldError": "world",
+    "WorldError": "rendezvous",
     "bound_world": "world",
     "current_world": "world",
     "join_world": "world",

@@ -196,6 +196,7 @@ from .mesh import build_mesh as build_mesh
 from .random import capture_rng as capture_rng
 from .random import restore_rng as restore_rng
 from .random import set_seed as set_seed
+from .rendezvous import WorldError as WorldError
 from .rng_sharing import GeneratorMissing as GeneratorMissing
 from .rng_sharing import synchronize_rng_state as synchronize_rng_state
 from .rng_sharing import synchronize_rng_states as synchronize_rng_states
@@ -219,7 +220,6 @@ from .tree import recursively_apply as recursively_apply
 from .tree import send_to_device as send_to_device
 from .tree import unflatten as unflatten
 from .world import World as World
-from .world import WorldError as WorldError
 from .world import bound_world as bound_world
 from .world import current_world as current_world
 from .world import join_world as join_world

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from acc_ops.arguments import whole_number
 from acc_ops.containers import container_of
 from acc_ops.tree import first_tensor, recursively_apply
 
@@ -59,6 +60,9 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
     """Tensors of size `batch_size` in dimension `dim`, zero-padded there to the next multiple of `num_processes`."""
+    batch_size = whole_number(batch_size, "batch_size")
+    num_processes = whole_number(num_processes, "num_processes")
+    dim = whole_number(dim, "dim")
     if batch_size < 1 or num_processes < 1:
         raise ValueError(
             f"batch_size and num_processes must be at least 1, got {batch_size} and {num_processes}"

@@ -7,9 +7,8 @@ in the same way, and nothing is sent.
 
 from __future__ import annotations
 
-import cmath
 import functools
-import operator
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
@@ -31,15 +30,28 @@ from acc_ops.packing import (
     metas_of,
     pack,
     sizes_from_bytes,
+    split_copy,
     unpack,
     unpack_combined,
     unpack_joined,
     unpack_ragged,
 )
-from acc_ops.prepared import Arguments, MayDiffer, Prepared, prepare
+from acc_ops.padding import padded, padding_texts, ready_to_pad
+from acc_ops.prepared import Arguments, MayDiffer, Prepared, prepare, root_name
 from acc_ops.tree import flatten, leaves_with_paths, unflatten
-from acc_ops.wire import check_reduction, check_root, mean_of_shares, same_memory, scaled, share_of_mean
-from acc_ops.world import World, current_world
+from acc_ops.wire import (
+    check_arithmetic,
+    check_reduction,
+    check_root,
+    copyable,
+    mean_of_shares,
+    overwrite,
+    same_memory,
+    scaled,
+    share_of_mean,
+    shares_elements,
+)
+from acc_ops.world import World, chosen_world, current_world
 
 __all__ = [
     "CannotPadNestedTensorWarning",
@@ -76,7 +88,7 @@ def gather(tensor: Any, world: World | None = None) -> Any:
     detached. On one rank the very same object is returned. Raises TypeError for other leaves than tensors, MismatchError when the ranks'
     data does not fit together.
     """
-    world = world or current_world()
+    world = chosen_world(world)
     ready = prepare("gather", tensor, world, may_differ=MayDiffer.ROWS)
     if world.size == 1:
         _raise_error(ready)
@@ -84,17 +96,17 @@ def gather(tensor: Any, world: World | None = None) -> Any:
     if not world.verify:
         _raise_error(ready)
         joined = unpack_joined(world.comm.all_gather(ready.packed()), ready.plan.layout)
-        return unflatten(ready.structure, ready.back_to_devices(joined))
+        return ready.rebuilt(joined)
     agreement = agree(world, ready.call, ready.packed)
     rows = agreement.payloads
     if rows is None:  # nothing but empty tensors
         rows = torch.empty(world.size, 0, dtype=torch.uint8, device=ready.device)
-    if agreement.exact:
+    if agreement.same_sizes:
         joined = unpack_joined(rows, ready.plan.layout)
     else:
         sizes = _sizes_of_ranks(world, ready, agreement.sizes)
         joined = unpack_ragged(rows, [_layout_with_rows(ready, of_rank) for of_rank in sizes])
-    return unflatten(ready.structure, ready.back_to_devices(joined))
+    return ready.rebuilt(joined)
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0, world: World | None = None) -> Any:
@@ -104,12 +116,17 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0, world: Worl
     where its result does not, and smaller dtypes than float32 are rounded once. `scale` multiplies the result on XLA devices only. Raises ValueError for
     another `reduction`, TypeError for other leaves than tensors, and MismatchError.
     """
-    world = world or current_world()
-    _, error = tried(lambda: _check_arguments(reduction, scale, world.device))
-    ready = prepare(f"reduce({reduction!r})", tensor, world, error=error)
+    world = chosen_world(world)
+    checked, error = tried(lambda: _check_arguments(reduction, scale, world.device))
+    ready = prepare(f"reduce({reduction!r})", tensor, world, arguments=checked or (), error=error)
     if reduction == "none":
-        _raise_error(ready)
-        return unflatten(ready.structure, [leaf.detach().clone() for leaf in ready.leaves])
+        if world.size == 1 or not world.verify:
+            _raise_error(ready)
+        else:
+            agree(world, ready.call)
+        return unflatten(
+            ready.structure, [copyable(leaf.detach()).clone().view(leaf.dtype) for leaf in ready.leaves]
+        )
     combined = _combined(world, ready, reduction)
     if reduction == "mean":
         combined = [
@@ -124,10 +141,10 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0, world: Worl
 def broadcast(tensor: Any, from_process: int = 0, world: World | None = None) -> Any:
     """Overwrite every tensor with rank `from_process`'s, in place, and return the same object.
 
-    Raises ValueError when `from_process` is no rank or several elements of a tensor are one (`expand`), TypeError for other leaves than
-    tensors, and MismatchError.
+    Raises ValueError when `from_process` is no rank or several elements of a tensor are one (`expand`, `unfold`), TypeError for other
+    leaves than tensors, and MismatchError.
     """
-    world = world or current_world()
+    world = chosen_world(world)
     _, error = tried(lambda: check_root(from_process, world.size, "from_process"))
     ready = prepare("broadcast", tensor, world, root=from_process, error=error)
     if ready.call.error is None:
@@ -152,9 +169,8 @@ def broadcast(tensor: Any, from_process: int = 0, world: World | None = None) ->
     if into is not None and same_memory(row, into):
         torch.autograd.graph.increment_version(ready.leaves[0])  # as copy_ would
         return tensor
-    with torch.no_grad():
-        for leaf, value in zip(ready.leaves, unpack(row, ready.plan.layout, copy=False), strict=True):
-            leaf.detach().copy_(value)
+    for leaf, value in zip(ready.leaves, unpack(row, ready.plan.layout, copy=False), strict=True):
+        overwrite(leaf, value)
     return tensor
 
 
@@ -170,11 +186,17 @@ def pad_across_processes(
     Tensors without that dimension, and those that are large enough, stay the same objects; so do nested tensors, with a
     warning. Raises TypeError for other leaves than tensors, ValueError when a dtype cannot hold `pad_index`, and MismatchError.
     """
-    world = world or current_world()
+    world = chosen_world(world)
     checked, error = tried(
-        lambda: (_ready_to_pad(tensor, pad_index), _padding_texts(dim, pad_index, pad_first))
+        lambda: (ready_to_pad(tensor, pad_index), padding_texts(dim, pad_index, pad_first))
     )
-    plain, arguments = checked or (None, ())
+    plain, arguments = checked or (tensor, ())
+    if plain is not tensor:
+        warnings.warn(
+            "pad_across_processes passes nested tensors on unchanged: they have no single size to pad to",
+            CannotPadNestedTensorWarning,
+            stacklevel=2,
+        )
     ready = prepare(
         "pad_across_processes",
         plain,
@@ -190,20 +212,20 @@ def pad_across_processes(
         return tensor
     told = agree(world, ready.call).sizes if world.verify else None
     targets = [max(sizes) for sizes in zip(*_sizes_of_ranks(world, ready, told), strict=True)]
-    padded = [
-        _padded(leaf, target, dim, pad_index, pad_first)
+    filled = [
+        padded(leaf, target, dim, pad_index, pad_first)
         for leaf, target in zip(ready.leaves, targets, strict=True)
     ]
     if plain is tensor:
-        return unflatten(ready.structure, padded)
+        return unflatten(ready.structure, filled)
     originals, structure = flatten(tensor)  # with the nested tensors, which stay
-    kept = [old if old.is_nested else new for old, new in zip(originals, padded, strict=True)]
+    kept = [old if old.is_nested else new for old, new in zip(originals, filled, strict=True)]
     return unflatten(structure, kept)
 
 
 def barrier(world: World | None = None) -> None:
     """Return when every rank has come here; MismatchError on every rank when one of them calls another collective."""
-    world = world or current_world()
+    world = chosen_world(world)
     if world.size == 1:
         return
     if world.verify:
@@ -213,19 +235,21 @@ def barrier(world: World | None = None) -> None:
 
 
 def verify_operation(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a collective of your own: before it runs, the ranks compare its name and its first argument.
+    """Decorate a collective of your own: before it runs, the ranks of its `world` compare its name and its first argument.
 
     Raises MismatchError on every rank when structure, shape, dtype or kind of device differ. Worlds of one rank or with
     `verify=False` run it at once.
     """
     name = getattr(function, "__name__", str(function))
+    signature = inspect.signature(function)
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        given = kwargs.get("world")
+        given = {**kwargs, **signature.bind(*args, **kwargs).arguments}.get("world")
         world = given if isinstance(given, World) else current_world()
         if world.size > 1 and world.verify:
-            data = args[0] if args else kwargs.get("tensor", next(iter(kwargs.values()), ()))
+            first = next((value for key, value in kwargs.items() if key != "world"), ())
+            data = args[0] if args else kwargs.get("tensor", first)
             agree(world, prepare(name, data, world).call)
         return function(*args, **kwargs)
 
@@ -246,9 +270,7 @@ def chained_operation(function: Callable[P, R]) -> Callable[P, R]:
     return named
 
 
-_split_copy: Any = torch.split_with_sizes_copy  # torch's stub says it returns nothing
 _CALLER_OF_COLLECTIVE = 5  # stacklevel of a warning in what the collective gives to tried()
-_STAND_IN = torch.zeros(())  # without dimensions, so nothing pads it
 
 
 def _raise_error(ready: Prepared) -> None:
@@ -258,14 +280,13 @@ def _raise_error(ready: Prepared) -> None:
 
 def _check_writable(ready: Prepared) -> None:
     for leaf in ready.leaves:
-        if 0 in leaf.stride() and any(
-            n > 1 and not step for n, step in zip(leaf.shape, leaf.stride(), strict=True)
-        ):
-            paths = leaves_with_paths(ready.structure.template)
+        if shares_elements(leaf):
+            data = ready.structure.template
+            paths = leaves_with_paths(data, root_name(data))
             path = next(path for path, other in paths if other is leaf)
             raise ValueError(
-                f"broadcast writes into tensors, but {path} is expanded: several of its elements are one number in memory "
-                f"(shape {tuple(leaf.shape)}, strides {leaf.stride()}); pass a clone of it"
+                f"broadcast writes into tensors, but in {path} several elements are one number in memory, as after expand or "
+                f"unfold (shape {tuple(leaf.shape)}, strides {leaf.stride()}); pass a clone of it"
             )
 
 
@@ -286,14 +307,18 @@ def _layout_with_rows(ready: Prepared, sizes: list[int]) -> Layout:
     return layout_of(tuple(metas))
 
 
-def _check_arguments(reduction: str, scale: float, device: torch.device) -> None:
+def _check_arguments(reduction: str, scale: float, device: torch.device) -> Arguments:
+    """What the ranks have to agree about."""
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+    if not hasattr(scale, "__float__"):
+        raise TypeError(f"scale must be a number, got {scale!r:.60}")
     if scale != 1.0 and device.type != "xla":
         warnings.warn(
             f"reduce(scale={scale}) only acts on XLA devices, this is {device}",
             stacklevel=_CALLER_OF_COLLECTIVE,
         )
+    return (("scale", repr(float(scale))),)
 
 
 def _combined(world: World, ready: Prepared, reduction: str) -> list[Tensor]:
@@ -325,6 +350,8 @@ def _own_parts(ready: Prepared, reduction: str, size: int) -> list[Tensor]:
     """What this rank brings to a reduction."""
     _raise_error(ready)
     if reduction == "mean":
+        for leaf in ready.leaves:
+            check_arithmetic(leaf.dtype)
         return [share_of_mean(leaf, size) for leaf in ready.leaves]
     for leaf in ready.leaves:
         check_reduction(reduction, leaf.dtype)
@@ -347,60 +374,7 @@ def _combined_by_dtype(world: World, leaves: list[Tensor], flats: list[_Flat], o
     for indices, flat in flats:
         world.comm.all_reduce(flat, op)
         sizes = [leaves[i].numel() for i in indices]
-        parts = [flat] if len(indices) == 1 else _split_copy(flat, sizes)
+        parts = [flat] if len(indices) == 1 else split_copy(flat, sizes)
         for index, part in zip(indices, parts, strict=True):
             combined[index] = part.view(leaves[index].shape)
     return combined
-
-
-def _ready_to_pad(data: Any, pad_index: float) -> Any:
-    """`data` with stand-ins for its nested tensors, which are warned of; ValueError when a dtype cannot hold `pad_index`."""
-    leaves, structure = flatten(data)
-    holds = _known_to_hold if type(pad_index) in (int, float) else _holds
-    for dtype in {leaf.dtype for leaf in leaves if not leaf.is_nested}:
-        if not holds(dtype, pad_index):
-            raise ValueError(f"pad_index={pad_index!r} does not fit into {dtype}")
-    if not any(leaf.is_nested for leaf in leaves):
-        return data
-    warnings.warn(
-        "pad_across_processes passes nested tensors on unchanged: they have no single size to pad to",
-        CannotPadNestedTensorWarning,
-        stacklevel=_CALLER_OF_COLLECTIVE,
-    )
-    return unflatten(structure, [_STAND_IN if leaf.is_nested else leaf for leaf in leaves])
-
-
-def _holds(dtype: torch.dtype, number: float) -> bool:
-    """Whether a tensor of `dtype` can be filled with `number`: rounded to it, but neither wrapped around nor to infinity."""
-    try:
-        held = torch.zeros(1, dtype=dtype).new_full((1,), number).item()
-    except (RuntimeError, TypeError, OverflowError):
-        return False
-    if dtype.is_floating_point or dtype.is_complex:
-        return cmath.isfinite(held) or not cmath.isfinite(number)
-    return dtype == torch.bool or held == number
-
-
-_known_to_hold = functools.lru_cache(maxsize=64)(_holds)
-
-
-def _padding_texts(dim: int, pad_index: Any, pad_first: bool) -> Arguments:
-    """What the ranks have to agree about, in words: the same for a pad_index of 0, 0.0 and tensor(0)."""
-    number = pad_index.item() if hasattr(pad_index, "item") else pad_index
-    if isinstance(number, (bool, float)) and number == number // 1:
-        number = int(number)
-    return (
-        ("dim", repr(operator.index(dim))),
-        ("pad_index", repr(number)),
-        ("pad_first", repr(bool(pad_first))),
-    )
-
-
-def _padded(leaf: Tensor, target: int, dim: int, pad_index: float, pad_first: bool) -> Tensor:
-    if not -leaf.ndim <= dim < leaf.ndim or leaf.shape[dim] == target:
-        return leaf
-    shape = list(leaf.shape)
-    size, shape[dim] = shape[dim], target
-    padded = leaf.new_full(shape, pad_index)
-    padded.narrow(dim, target - size if pad_first else 0, size).copy_(leaf)
-    return padded

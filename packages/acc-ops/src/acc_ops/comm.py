@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from acc_ops.forks import is_forked_from_a_rank
 from acc_ops.wire import (
     arithmetic,
     as_bytes,
@@ -111,8 +112,8 @@ class TorchComm:
     """The ranks of a torch.distributed process group (None: the default group). Roots are ranks of that group.
 
     A rank that waits longer than `warn_after_s` seconds (default: ACC_WARN_AFTER in the environment, or 30) logs which ranks are missing and
-    what they do. Raises CommError when a rank has ended, left, or does not come within the group's timeout; what a backend without a CPU
-    part sends is up to that backend.
+    what they do. Raises CommError when a rank has ended, left, or does not come within the group's timeout, and in a process that was forked
+    from a rank; what a backend without a CPU part sends is up to that backend.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, warn_after_s: float | None = None) -> None:
@@ -137,6 +138,7 @@ class TorchComm:
         return self._backends.get(kind)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
+        self._check_process()
         wire = self._to_wire(tensor)
         out = torch.empty(self.size * wire.numel(), dtype=torch.uint8, device=wire.device)
         if wire.numel():
@@ -146,6 +148,7 @@ class TorchComm:
         return gathered if wire is tensor else gathered.to(tensor.device)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        self._check_process()
         check_reduction(op, tensor.dtype)
         if (
             op == "product" and tensor.is_complex()
@@ -166,6 +169,7 @@ class TorchComm:
         return overwrite(tensor, torch.view_as_complex(wire) if tensor.is_complex() else wire)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
+        self._check_process()
         check_root(root, self.size)
         wire = self._to_wire(tensor)
         if wire.numel():
@@ -176,6 +180,7 @@ class TorchComm:
         return overwrite(tensor, as_typed(wire, tensor.dtype, tensor.shape))
 
     def scatter(self, parts: Sequence[Tensor] | None, out: Tensor, root: int = 0) -> Tensor:
+        self._check_process()
         check_root(root, self.size)
         wires = None
         if self.rank == root:
@@ -187,6 +192,7 @@ class TorchComm:
         return overwrite(out, as_typed(wire, out.dtype, out.shape))
 
     def barrier(self) -> None:
+        self._check_process()
         ready = torch.ones(1, device=self.control_device)
         self._finish(dist.all_reduce(ready, group=self.group, async_op=True), "barrier", ready)
         ready.item()  # an accelerator's queue has to have come here, too
@@ -216,6 +222,13 @@ class TorchComm:
         out = torch.empty(longest, dtype=torch.uint8, device=self.control_device)
         parts = [from_bytes(blob.ljust(longest, b"\0")) for blob in blobs]  # pickles know where they end
         return pickle.loads(to_bytes(self.scatter(parts if self.rank == root else None, out, root).cpu()))
+
+    def _check_process(self) -> None:
+        if is_forked_from_a_rank():
+            raise CommError(
+                f"this process was forked from rank {self.rank} and is no rank: speak to the others in the process that joined "
+                "them, or start this one with multiprocessing's spawn method"
+            )
 
     def _finish(self, work: Any, name: str, wire: Tensor) -> None:
         """Wait for a collective: gloo's in slices, which an accelerator's cannot be, as its host does not wait at all."""

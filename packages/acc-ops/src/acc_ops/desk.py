@@ -50,20 +50,29 @@ class Address(NamedTuple):
         return cls(*json.loads(text))
 
 
-def open_desk(respond: Responder, peer: tuple[str, int] | None = None) -> Address | None:
+def open_desk(
+    respond: Responder, peer: tuple[str, int] | None = None, *, one_machine: bool = False
+) -> Address | None:
     """Answer whoever asks at the returned address with what `respond` makes of the question, in another thread, until this process ends.
 
-    `peer` is a host and port that the askers reach as well; this process's address is the one it has towards it. None when this machine allows
-    no listening socket.
+    `peer` is a host and port that the askers reach as well; this process's address is the one it has towards it. With `one_machine` only
+    this machine can ask. None when this machine allows no listening socket.
     """
-    global _desk
     with _lock:
-        if _desk is None:
+        desk = _desks.get(one_machine)
+        if desk is None:
             try:
-                _desk = _Desk()
+                desk = _desks[one_machine] = _Desk(one_machine)
             except OSError:
                 return None
-        return _desk.address(respond, peer)
+        return desk.address(respond, None if one_machine else peer)
+
+
+def forget_address(address: Address) -> None:
+    """Answer nobody at `address` any more, but at the others of this process."""
+    with _lock:
+        for desk in _desks.values():
+            desk.forget(address)
 
 
 def ask(
@@ -86,8 +95,10 @@ def ask(
             link.settimeout(timeout_s)
             link.sendall(f"{address.token}{json.dumps(question)}\n".encode())
             return dict(json.loads(_read_line(link)))
-        except ConnectionError:  # it ended, or closed its desk, with this question in its queue
-            return Silence.ENDED
+        except (
+            ConnectionError
+        ):  # it ended or closed its desk with this question in its queue, or has forgotten this address
+            return Silence.MUTE if _is_open(host, address.port, timeout_s) else Silence.ENDED
         except (OSError, ValueError):
             return Silence.MUTE
 
@@ -106,15 +117,15 @@ def this_machine() -> str:
 
 def close_desk() -> None:
     """Answer nobody any more: a connection is refused from now on."""
-    global _desk
     with _lock:
-        desk, _desk = _desk, None
-    if desk is not None:
+        desks = list(_desks.values())
+        _desks.clear()
+    for desk in desks:
         desk.close()
 
 
 _lock = threading.Lock()
-_desk: _Desk | None = None
+_desks: dict[bool, _Desk] = {}  # for one machine only, for all
 _machine = ""
 _TOKEN_LENGTH = 32
 _LONGEST = 1 << 16  # bytes of a question or an answer
@@ -122,9 +133,9 @@ _PATIENCE_S = 2.0  # with somebody who connected
 
 
 class _Desk:
-    def __init__(self) -> None:
+    def __init__(self, one_machine: bool) -> None:
         self._responders: dict[str, Responder] = {}
-        self._socket = _listening()
+        self._socket = socket.create_server(("127.0.0.1", 0), backlog=128) if one_machine else _listening()
         self._socket.setblocking(False)
         self._wake, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -138,6 +149,9 @@ class _Desk:
         self._responders[token] = respond
         port = int(self._socket.getsockname()[1])
         return Address(_own_host(peer), socket.gethostname(), port, token, this_machine())
+
+    def forget(self, address: Address) -> None:
+        self._responders.pop(address.token, None)
 
     def close(self) -> None:
         self._wake.close()
@@ -181,6 +195,14 @@ def _listening() -> socket.socket:
     return socket.create_server(("", 0), backlog=128)
 
 
+def _is_open(host: str, port: int, timeout_s: float) -> bool:
+    try:
+        socket.create_connection((host, port), timeout_s).close()
+    except OSError:
+        return False
+    return True
+
+
 def _read_line(link: socket.socket) -> str:
     data = b""
     while not data.endswith(b"\n"):
@@ -207,10 +229,11 @@ def _own_host(peer: tuple[str, int] | None) -> str:
 
 
 def _after_fork() -> None:
-    global _desk, _lock
-    desk, _desk, _lock = _desk, None, threading.Lock()
-    if desk is not None:
+    global _lock
+    _lock = threading.Lock()
+    for desk in _desks.values():
         desk.drop()
+    _desks.clear()
 
 
 if hasattr(os, "register_at_fork"):

@@ -16,7 +16,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ class Call(NamedTuple):
     name: str  # "gather", "reduce('sum')"
     root: int = -1  # -1: no rank is special
     digest: bytes = b""  # of what has to agree
-    exact: bytes = b""  # of what may differ, where `sizes` tells how
+    sizes_digest: bytes = b""  # of what may differ, where `sizes` tells how
     sizes: bytes = b""  # as many on every rank that agrees
     device: torch.device | None = None  # where payloads live; None: the control device
     describe: Callable[[], list[Row]] = list  # made only to explain a difference
@@ -56,7 +56,7 @@ class Agreement(NamedTuple):
         Tensor | None
     )  # (ranks, bytes), padded to the longest; with a root only its row; None: nobody has one
     lengths: list[int]  # bytes of each row
-    exact: bool  # whether `Call.exact` is the same everywhere
+    same_sizes: bool  # whether `Call.sizes_digest` is the same everywhere
     sizes: list[bytes] | None  # every rank's `Call.sizes`; None: they did not fit
 
 
@@ -86,7 +86,7 @@ def agree(
     room -= len(sizes)
     num_bytes = 0 if payload is None else payload.numel()
     inline = num_bytes <= room and (payload is None or payload.device.type == "cpu")
-    head = _HEAD.pack(_agreed(call), call.exact, num_bytes, inline, call.error is not None) + sizes
+    head = _HEAD.pack(_agreed(call), call.sizes_digest, num_bytes, inline, call.error is not None) + sizes
     content = bytearray(_HEAD.size + room_bytes(world.size))
     content[: len(head)] = head
     if inline and payload is not None:
@@ -97,7 +97,7 @@ def agree(
     headers = world.comm.all_gather(header).cpu()  # (size, bytes)
     told = to_bytes(headers)
     raw = [told[start : start + len(head)] for start in range(0, len(told), len(content))]
-    if call.error is not None or any(other[:_AGREED_BYTES] != head[:_AGREED_BYTES] for other in raw):
+    if call.error is not None or {other[:_AGREED_BYTES] for other in raw} != {head[:_AGREED_BYTES]}:
         _explain(world, call)
     heads = [_HEAD.unpack_from(other) for other in raw]
     senders = list(range(world.size)) if call.root < 0 else [call.root]
@@ -112,7 +112,7 @@ def agree(
     return Agreement(
         payloads=payloads,
         lengths=lengths,
-        exact=all(other[1] == heads[0][1] for other in heads),
+        same_sizes=len({other[1] for other in heads}) == 1,
         sizes=[other[_HEAD.size :] for other in raw] if len(sizes) == len(call.sizes) else None,
     )
 
@@ -132,7 +132,7 @@ def digest_of(*parts: Any) -> bytes:
     return hashlib.blake2b("\n".join(_texts(parts)).encode(), digest_size=16).digest()
 
 
-# agreed, exact, payload bytes, payload is inside, this rank has an error; filled up, so that what follows is aligned
+# agreed, digest of the sizes, payload bytes, payload is inside, this rank has an error; filled up, so that what follows is aligned
 _HEAD = struct.Struct("=16s16sqBB6x")
 _AGREED_BYTES = 16
 
@@ -163,7 +163,7 @@ def _carry(world: World, call: Call, payload: Tensor | None, num_bytes: int) -> 
     return world.comm.all_gather(payload)
 
 
-def _explain(world: World, call: Call) -> None:
+def _explain(world: World, call: Call) -> NoReturn:
     """Raise the error all ranks agree on; every rank comes here."""
     rows, failure = tried(lambda: _rows_of(call))
     if rows is None:  # an error or a key whose own text cannot be made
@@ -187,7 +187,7 @@ def _rows_of(call: Call) -> list[Row]:
         return [("operation", text, text)]
     rows: list[Row] = [("operation", call.name, call.name)]
     if call.root >= 0:
-        rows.append(("root", call.root, str(call.root)))
+        rows.append(("root", call.root, f"has {call.root}"))
     return rows + list(call.describe())
 
 

@@ -13,24 +13,29 @@ indices. They have random generators, memory figures, streams and events (which 
 name that torch knows and no build for a CPU uses; do not spell it in a test.
 
 They do not: pin memory, compute at the same time as the CPU (a copy with `non_blocking` has happened when it returns; `fake.log` says that it was
-asked for), autocast, torch.compile, process groups of their own. Tensors must not outlive the `with` block. Run on Linux with torch 2.6 and 2.13;
-written for macOS as well.
+asked for), autocast, torch.compile, process groups of their own. Tensors must not outlive the `with` block.
+
+It needs a torch and a machine that it was tried on, without an accelerator that can be used (`fake_support` has the list): elsewhere it is a
+FakeAcceleratorUnavailable before anything is touched, which a fixture answers with a skip.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from acc_ops import devices, fake_driver, fake_kernels
+from acc_ops import devices, fake_driver, fake_kernels, fake_support
 from acc_ops.devices import DeviceRow
 from acc_ops.fake_driver import KIND
 from acc_ops.fake_functions import Functions
+from acc_ops.fake_support import FakeAcceleratorUnavailable
+
+__all__ = ["Copy", "FakeAccelerator", "FakeAcceleratorUnavailable", "fake_accelerator"]
 
 
 class Copy(NamedTuple):
@@ -183,8 +188,9 @@ class FakeAccelerator:
 def fake_accelerator(count: int = 2, total_bytes: int = 2**30, **columns: Any) -> Iterator[FakeAccelerator]:
     """`count` devices of `total_bytes` each are there inside, as the present kind of this machine.
 
-    `columns` change their row of the device table (`autocast_bf16=False`). One at a time in a process: RuntimeError otherwise, and where torch cannot
-    be told of a device (Windows, a ROCm build, a torch that differs in what `fake_driver` replaces).
+    `columns` change their row of the device table (`autocast_bf16=False`). One at a time in a process: RuntimeError otherwise.
+    FakeAcceleratorUnavailable, and nothing was touched, where this torch or machine was not tried (ACC_TRY_FAKE_ACCELERATOR=1 tries), or has an
+    accelerator that can be used. RuntimeError where a tried torch does not do what it did. Afterwards everything is as before, also after an error.
     """
     if hasattr(torch, KIND):
         raise RuntimeError("there is a fake accelerator already, and only one at a time")
@@ -192,32 +198,37 @@ def fake_accelerator(count: int = 2, total_bytes: int = 2**30, **columns: Any) -
         raise ValueError(
             f"count must be at least 1 and total_bytes at least 0, got {count} and {total_bytes}"
         )
+    fake_support.check()
     fake = FakeAccelerator(count, total_bytes)
-    row = _ROW._replace(**columns)
-    table = devices.DEVICE_TABLE
-    threads = torch.autograd.is_multithreading_enabled()
+    with ExitStack() as undo:
+        _set_up(fake, _ROW._replace(**columns), undo)
+        _try_out(fake)
+        fake.reset()
+        yield fake
+
+
+def _set_up(fake: FakeAccelerator, row: DeviceRow, undo: ExitStack) -> None:
+    """Let torch and the device table know of the devices until `undo` closes."""
+    undo.callback(torch._C._set_multithreading_enabled, torch.autograd.is_multithreading_enabled())
     # the first backward of a process starts threads for the devices it finds; it shall not find this one
     torch.ones((), requires_grad=True).backward()
-    with fake_driver.driver(count):
-        _FUNCTIONS.serve(fake)
-        setattr(torch, KIND, _FUNCTIONS)
-        fake_kernels.install(fake)
-        torch.serialization.register_package(_PRIORITY, _location, _restored)
-        torch.UntypedStorage.clone = _cloned  # type: ignore[method-assign]  # what deepcopy calls
-        devices.DEVICE_TABLE = (row, *table)
-        try:
-            _try_out(fake)
-            fake.reset()
-            yield fake
-        finally:
-            devices.DEVICE_TABLE = table
-            torch.serialization._package_registry.remove((_PRIORITY, _location, _restored))
-            del torch.UntypedStorage.clone  # the inherited one is back
-            fake_kernels.uninstall()
-            _FUNCTIONS.serve(None)
-            delattr(torch, KIND)
-            fake_driver.set_current_index(0)
-            torch._C._set_multithreading_enabled(threads)
+    undo.callback(fake_driver.set_current_index, 0)
+    undo.enter_context(fake_driver.driver(fake.count))
+    _FUNCTIONS.serve(fake)
+    undo.callback(_FUNCTIONS.serve, None)
+    setattr(torch, KIND, _FUNCTIONS)
+    undo.callback(delattr, torch, KIND)
+    _forget_modules()
+    undo.callback(_forget_modules)
+    fake_kernels.install(fake)
+    undo.callback(fake_kernels.uninstall)
+    torch.serialization.register_package(_PRIORITY, _location, _restored)
+    undo.callback(torch.serialization._package_registry.remove, (_PRIORITY, _location, _restored))
+    torch.UntypedStorage.clone = _cloned  # type: ignore[method-assign]  # what deepcopy calls
+    undo.callback(delattr, torch.UntypedStorage, "clone")  # the inherited one is back
+    table = devices.DEVICE_TABLE
+    devices.DEVICE_TABLE = (row, *table)
+    undo.callback(setattr, devices, "DEVICE_TABLE", table)
 
 
 _ROW = DeviceRow(
@@ -231,6 +242,13 @@ _ROW = DeviceRow(
 )
 _FUNCTIONS = Functions()
 _PRIORITY = 1000  # after torch's own kinds
+
+
+def _forget_modules() -> None:
+    """Since 2.8 `torch.get_device_module` keeps what it found first, also where it was given no device."""
+    forget = getattr(torch.get_device_module, "cache_clear", None)
+    if forget is not None:
+        forget()
 
 
 def _try_out(fake: FakeAccelerator) -> None:

@@ -2,27 +2,42 @@
 
 [Note: how torch is told] torch knows kinds of devices that this machine's build has no code for; `hip` (a ROCm build says `cuda` instead) is
 one of them, and unlike `privateuseone` one whose tensors may replace a CPU tensor's data, as `param.data = ...` and `module.to` do. Torch
-asks two objects about a kind: a device guard (which device is current) and, since 2.9, the hooks (is it built). Both are C++ objects without a Python
+asks two objects about a kind: a device guard (which device is current) and, since 2.7, the hooks (is it built). Both are C++ objects without a Python
 door, so copies of their tables of functions are made with a few entries replaced, and torch's pointers to them are exchanged. Everything is
 put back at the end. `fake_accelerator` tries the result before it hands it out.
+
+[Note: one accelerator] Since 2.7 torch insists on one accelerator that its build is for, used or not, and a backward asks which
+(`at::accelerator::getAccelerator`; that it asks place 2 of the hooks was read in the machine code of 2.7 to 2.13). So the hooks of the others say
+"not built" meanwhile; `torch.cuda` and what else CUDA's hooks do stay as they are. `fake_support.check` makes sure that no such device can be used.
+
+[Note: the end of a table] A table does not say how long it is; the longest of those copied has 50 words (CUDA's hooks, torch 2.12). Whole words
+behind it are copied, never used, and only from pages that can be read: the last table of a library may end where its memory ends. The system is
+asked to read each page, since it answers with an error where a read in this process would end it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
+import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from acc_ops.fake_support import FakeAcceleratorUnavailable
+
 KIND = "hip"
 DISPATCH_KEY = "HIP"
 KIND_NUMBER, _META = 6, 14  # numbers of c10::DeviceType
 _DLPACK_ROCM = 10
-_TABLE_LENGTH = 64  # more entries than either table has; what is behind it is copied and never used
+_TABLE_LENGTH = 128  # words, more than any of the tables has; see the note
+_WORD = ctypes.sizeof(ctypes.c_void_p)
+_HOOKS_SINCE = (2, 7)  # the first torch whose hooks say whether a kind is built
+_OTHERS = ("CUDA", "XPU", "MPS")  # the kinds that a build may be for
 
 _current = threading.local()  # .index: the current device of the thread
 
@@ -39,32 +54,44 @@ def set_current_index(index: int) -> None:
 
 @contextmanager
 def driver(count_of_devices: int) -> Iterator[None]:
-    """Torch takes the kind `hip` for a device of this machine, and sees so many of them. RuntimeError where this torch cannot be told."""
+    """Torch takes the kind `hip` for a device of this machine, and sees so many of them. FakeAcceleratorUnavailable where it cannot be told.
+
+    Call `fake_support.check` first: a torch that it does not know may end the process here.
+    """
     libraries = Path(torch.__file__).parent / "lib"
     try:
         core = _library(libraries, "c10")
         guards = (ctypes.c_void_p * (_META + 1)).in_dll(core, "_ZN3c104impl26device_guard_impl_registryE")
-    except (OSError, ValueError) as error:
-        raise RuntimeError(
-            f"the fake accelerator needs torch for Linux or macOS; this one does not show its devices ({error})"
+        hooks = _hooks(_library(libraries, "torch_cpu"))
+    except (OSError, ValueError, AttributeError) as error:
+        raise FakeAcceleratorUnavailable(
+            f"no fake accelerator here: this torch does not show its devices ({error}); use one of PyPI's"
         ) from error
-    if guards[KIND_NUMBER] is not None or torch.version.hip is not None:
-        raise RuntimeError("the fake accelerator takes the place of 'hip', which this torch has for real")
+    if guards[KIND_NUMBER] is not None:
+        raise FakeAcceleratorUnavailable(f"no fake accelerator here: this torch has a real {KIND!r}")
     record = _place_of_record(guards)
     count = ctypes.CFUNCTYPE(ctypes.c_int8, _OBJECT)(lambda _: count_of_devices)
     # those after it are: waits for an event, asks for one, counts the devices
     functions = {**_GUARD, record: _nothing_c, record + 1: _nothing_c, record + 3: count}
-    undo = [_replaced(guards, KIND_NUMBER, _copied_object(guards[_META], functions))]
-    hooks = getattr(_library(libraries, "torch_cpu"), "_ZN2at6detail11getHIPHooksEv", None)
-    if hooks is not None and hasattr(torch, "accelerator"):
-        hooks.restype = ctypes.c_void_p
-        table = ctypes.c_void_p.from_address(hooks())  # an object begins with the address of its table
-        undo.append(_replaced(_Cell(table), 0, _copied_table(table.value, _HOOKS)))
-    try:
+    with ExitStack() as undo:
+        undo.callback(_replaced(guards, KIND_NUMBER, _copied_object(guards[_META], functions)))
+        for table, entries in hooks:
+            undo.callback(_replaced(table, 0, _copied_table(table[0], entries)))
         yield
-    finally:
-        for put_back in undo:
-            put_back()
+
+
+def _hooks(library: ctypes.CDLL) -> list[tuple[_Cell, dict[int, Any]]]:
+    """Where the address of the table of each kind's hooks stands, and what to replace in that table."""
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < _HOOKS_SINCE:
+        return []
+    found = []
+    for kind in (DISPATCH_KEY, *_OTHERS):
+        name = f"get{kind}Hooks"
+        ask = getattr(library, f"_ZN2at6detail{len(name)}{name}Ev")
+        ask.restype = ctypes.c_void_p
+        table = ctypes.c_void_p.from_address(ask())  # an object begins with the address of its table
+        found.append((_Cell(table), _HOOKS if kind == DISPATCH_KEY else _HOOKS_OF_OTHERS))
+    return found
 
 
 class _Cell:
@@ -162,6 +189,7 @@ _OBJECT, _DEVICE = ctypes.c_void_p, ctypes.c_int16
 _choose_c = ctypes.CFUNCTYPE(None, _OBJECT, _DEVICE)(_choose)
 _nothing_c = ctypes.CFUNCTYPE(None, _OBJECT)(lambda _: None)
 _true_c = ctypes.CFUNCTYPE(ctypes.c_bool, _OBJECT)(lambda _: True)
+_false_c = ctypes.CFUNCTYPE(ctypes.c_bool, _OBJECT)(lambda _: False)
 # place in the table -> our function
 _GUARD: dict[int, Any] = {  # c10::impl::DeviceGuardImplInterface
     0: ctypes.CFUNCTYPE(ctypes.c_int8, _OBJECT)(lambda _: KIND_NUMBER),  # type
@@ -178,6 +206,7 @@ _HOOKS: dict[int, Any] = {  # at::AcceleratorHooksInterface
     3: _true_c,  # isAvailable
     4: _true_c,  # hasPrimaryContext
 }
+_HOOKS_OF_OTHERS: dict[int, Any] = {2: _false_c}  # isBuilt
 
 _made: list[Any] = []  # torch keeps addresses into these
 
@@ -205,7 +234,7 @@ def _place_of_record(guards: Any) -> int:
 def _copied_object(address: int | None, functions: dict[int, Any]) -> int:
     """The address of a new object without data whose functions are those of the object at `address`, some replaced."""
     if address is None:
-        raise RuntimeError("the fake accelerator cannot be set up: torch has no guard for its meta device")
+        raise FakeAcceleratorUnavailable("no fake accelerator here: torch has no guard for its meta device")
     table = ctypes.c_void_p.from_address(address).value
     made = (ctypes.c_void_p * 4)(_copied_table(table, functions))
     _made.append(made)
@@ -214,17 +243,35 @@ def _copied_object(address: int | None, functions: dict[int, Any]) -> int:
 
 def _copied_table(address: int | None, functions: dict[int, Any]) -> int:
     assert address is not None
-    before = 2 * ctypes.sizeof(ctypes.c_void_p)  # a table is preceded by two words about the type
-    made = (ctypes.c_void_p * _TABLE_LENGTH).from_buffer_copy(
-        ctypes.string_at(address - before, _TABLE_LENGTH * ctypes.sizeof(ctypes.c_void_p))
-    )
+    before = 2 * _WORD  # a table is preceded by two words about the type
+    words = _readable(address - before, _TABLE_LENGTH * _WORD)
+    made = (ctypes.c_void_p * _TABLE_LENGTH).from_buffer_copy(words.ljust(_TABLE_LENGTH * _WORD, b"\0"))
     for place, function in functions.items():
         made[2 + place] = ctypes.cast(function, ctypes.c_void_p).value
     _made.append(made)
     return ctypes.addressof(made) + before
 
 
-def _replaced(cells: Any, index: int, value: int) -> Any:
+def _readable(address: int, nbytes: int) -> bytes:
+    """The bytes there, up to the first page that cannot be read."""
+    found, end = b"", address + nbytes
+    reader, writer = os.pipe()
+    try:
+        while address < end:
+            part = min(end, (address // mmap.PAGESIZE + 1) * mmap.PAGESIZE) - address
+            try:
+                written = os.write(writer, (ctypes.c_char * part).from_address(address))
+            except OSError:  # EFAULT
+                break
+            found += os.read(reader, written)
+            address += written
+    finally:
+        os.close(reader)
+        os.close(writer)
+    return found
+
+
+def _replaced(cells: Any, index: int, value: int) -> Callable[[], None]:
     """Write `value`, and return the function that puts back what was there."""
     old = cells[index]
     cells[index] = value

@@ -104,7 +104,7 @@ class Functions:
         return self._fake
 
     def serve(self, fake: Devices | None) -> None:
-        """Speak of other devices from now on. `torch.get_device_module` keeps what it found first, so these functions outlive them."""
+        """Speak of other devices from now on; None: of none. Who kept these functions has them for longer than the devices."""
         self._fake = fake
         self._here = threading.local()
         self.calls.clear()

@@ -6,7 +6,6 @@ import functools
 import gc
 import inspect
 import logging
-import operator
 import re
 import sys
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any, TypeVar, overload
 import torch
 
 from acc_ops import devices
+from acc_ops.arguments import whole_number
 
 R = TypeVar("R")
 logger = logging.getLogger(__name__)
@@ -103,8 +103,8 @@ def find_executable_batch_size(
     `int(0.9 * size)`, or what `reduce_batch_size_fn()` returns; a warning of this module's logger tells each. What the failed attempt
     held is freed before the next, unless the caller holds it too. The size that fitted is where later calls start.
 
-    RuntimeError when no size is left or the reducer does not reduce; TypeError when the caller passes a batch size, or for a coroutine
-    or generator function; any error that is not about memory passes through.
+    RuntimeError when no size is left or the reducer does not reduce; TypeError when the caller passes a batch size, for a coroutine or
+    generator function, and for a function that returns something to await; any error that is not about memory passes through.
 
     Each rank searches by itself: a rank that starts again while others wait for it in a collective does not meet them again. With
     several ranks search before they meet (one rank's share of a step, without gradients' exchange), and take the smallest of
@@ -118,7 +118,7 @@ def find_executable_batch_size(
         )
     name = getattr(function, "__name__", repr(function))
     parameter, before, limit = _batch_parameter(function, name)
-    fitting = _whole(starting_batch_size, "starting_batch_size")
+    fitting = start = whole_number(starting_batch_size, "starting_batch_size")
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -134,7 +134,7 @@ def find_executable_batch_size(
         while batch_size > 0:
             shortage = None  # an error may hold tensors of its attempt, too
             try:
-                return function(*args[:before], batch_size, *args[before:], **kwargs)
+                return _plain_result(function(*args[:before], batch_size, *args[before:], **kwargs), name)
             except Exception as error:
                 if not should_reduce_batch_size(error):
                     raise
@@ -146,23 +146,49 @@ def find_executable_batch_size(
             _tell(name, batch_size, smaller, shortage, place)
             batch_size = smaller
             fitting = min(fitting, batch_size)
-        raise RuntimeError(f"no batch size fits: {name} ran out of memory down to {batch_size}") from shortage
+        raise RuntimeError(f"no batch size fits: {_why_none_is_left(name, start, shortage)}") from shortage
 
     return run
+
+
+_COROUTINE = (
+    "is a coroutine or generator function, which runs after the call has returned, when nobody can start it again: "
+    "decorate a plain function that runs it to its end"
+)
+
+
+def _plain_result(result: Any, name: str) -> Any:
+    """`result`; TypeError for what has yet to be awaited, as an object with an async `__call__` or a wrapper of a coroutine returns."""
+    if not inspect.isawaitable(result):
+        return result
+    if inspect.iscoroutine(result):
+        result.close()
+    raise TypeError(f"{name} {_COROUTINE}; it returned a {type(result).__name__}")
+
+
+def _why_none_is_left(name: str, start: int, shortage: BaseException | None) -> str:
+    if shortage is not None:
+        return f"{name} ran out of memory with every size that was tried from {start} on"
+    if start < 1:
+        return f"{name} was not run, as starting_batch_size={start} is no size; start with at least 1"
+    return f"{name} was not run, as an earlier call ran out of memory with every size from {start} on"
 
 
 def _batch_parameter(function: Callable[..., Any], name: str) -> tuple[str, int, int | None]:
     """The parameter for the batch size, how many come before it (the `self` or `cls` of a method that is not bound yet), and how many
     positional arguments would be one too many (None: any number is fine)."""
+    if isinstance(function, classmethod):
+        raise TypeError(
+            f"{name} is a classmethod already, which cannot be called: write @classmethod above @find_executable_batch_size"
+        )
+    if not callable(function):
+        raise TypeError(f"find_executable_batch_size decorates a function, got {function!r:.60}")
     if (
         inspect.iscoroutinefunction(function)
         or inspect.isgeneratorfunction(function)
         or inspect.isasyncgenfunction(function)
     ):
-        raise TypeError(
-            f"{name} is a coroutine or generator function, which runs after the call has returned, when nobody can start it "
-            "again: decorate a plain function that runs it to its end"
-        )
+        raise TypeError(f"{name} {_COROUTINE}")
     parameters = list(inspect.signature(function).parameters.values())
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
@@ -174,17 +200,10 @@ def _batch_parameter(function: Callable[..., Any], name: str) -> tuple[str, int,
     return parameter, before, (None if takes_any else len(positional))
 
 
-def _whole(number: Any, name: str) -> int:
-    try:
-        return operator.index(number)
-    except TypeError:
-        raise TypeError(f"{name} must be a whole number, got {number!r}") from None
-
-
 def _smaller(batch_size: int, reduce_batch_size_fn: Callable[[], int] | None, shortage: BaseException) -> int:
     if reduce_batch_size_fn is None:
         return int(0.9 * batch_size)
-    smaller = _whole(reduce_batch_size_fn(), "what reduce_batch_size_fn() returns")
+    smaller = whole_number(reduce_batch_size_fn(), "what reduce_batch_size_fn() returns")
     if smaller >= batch_size:
         raise RuntimeError(
             f"no batch size fits: memory ran out at {batch_size} and reduce_batch_size_fn() returned {smaller}, which is not smaller"

@@ -8,7 +8,8 @@ from math import prod
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from acc_ops.world import World, WorldError, current_world
+from acc_ops.rendezvous import WorldError
+from acc_ops.world import World, chosen_world
 
 
 def mesh_shape(degrees: Mapping[str, int], size: int) -> dict[str, int]:
@@ -36,7 +37,7 @@ def build_mesh(degrees: Mapping[str, int], world: World | None = None) -> Device
 
     Raises ValueError when the degrees do not fit the world, WorldError when there is no process group. Every rank calls it.
     """
-    world = world or current_world()
+    world = chosen_world(world)
     shape = mesh_shape(degrees, world.size)
     if not dist.is_available() or not dist.is_initialized():
         raise WorldError("a mesh needs a process group: start with a launcher and call join_world() first")

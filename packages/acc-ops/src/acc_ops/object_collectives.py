@@ -20,10 +20,10 @@ from acc_ops.exchange import (
     tried,
 )
 from acc_ops.packing import layout_of, metas_of, pack, unpack
-from acc_ops.prepared import pickled
+from acc_ops.prepared import check_dense, pickled
 from acc_ops.tree import flatten, recursively_apply
-from acc_ops.wire import check_parts, check_root, from_bytes, to_bytes
-from acc_ops.world import World, current_world
+from acc_ops.wire import check_parts, check_root, copyable, from_bytes, to_bytes
+from acc_ops.world import World, chosen_world
 
 # The numbers of the specification; other dtypes have none and are named instead.
 TENSOR_TYPE_TO_INT = {
@@ -47,7 +47,7 @@ def gather_object(object: Any, world: World | None = None) -> list[Any]:
     On one rank a list is returned as it is. Raises MismatchError when some ranks give a list and others do not, and whatever
     kept an object from being pickled.
     """
-    world = world or current_world()
+    world = chosen_world(world)
     if world.size == 1:
         if isinstance(object, list):
             return object
@@ -71,7 +71,7 @@ def broadcast_object_list(
     Raises ValueError when `from_process` is no rank, TypeError for anything but a list, and MismatchError when the lists are not
     of the same length.
     """
-    world = world or current_world()
+    world = chosen_world(world)
     num, error = tried(lambda: _count(object_list, from_process, world.size))
     if world.size == 1 or not world.verify:
         if error is not None:
@@ -85,7 +85,7 @@ def broadcast_object_list(
         object_list,
         from_process,
         error,
-        [("object_list", num, f"{num} items")],
+        [("object_list", num, f"has {num} items")],
     )
     if world.rank != from_process:
         object_list[:] = received
@@ -96,16 +96,18 @@ def scatter(parts: Sequence[Any] | None, from_process: int = 0, world: World | N
     """This rank's of the nested batches that rank `from_process` gives, one for each rank; other ranks pass None.
 
     The parts may differ in structure and shape; leaves that are no tensors travel, too. Tensors arrive where the root's were:
-    on the CPU or on this rank's device. Raises ValueError when `from_process` is no rank or gives another number of parts, on
-    every rank.
+    on the CPU or on this rank's device. Raises on every rank: ValueError when `from_process` is no rank or gives another number of
+    parts (None, for one), TypeError for tensors that are not dense or have no data of their own.
     """
-    world = world or current_world()
+    world = chosen_world(world)
     if world.size == 1:
         check_root(from_process, 1, "from_process")
-        return check_parts(parts, 1, from_process)[0]
+        return _checked_parts(parts, 1, from_process)[0][0]
     made, error = tried(lambda: _parts_to_send(parts, from_process, world))
     sent, rows = made or (None, None)
-    told: _Scattered = _object_from(world, "scatter", sent, from_process, error, [])
+    told: _Scattered | Exception = _object_from(world, "scatter", sent, from_process, error, [])
+    if isinstance(told, Exception):
+        raise told
     if told.blobs is not None:
         row = from_bytes(told.blobs[world.rank])
     else:
@@ -117,7 +119,7 @@ def scatter(parts: Sequence[Any] | None, from_process: int = 0, world: World | N
     recursively_apply(slots.append, skeleton, test_type=_is_slot)
     leaves = unpack(row, layout_of(tuple([(slot.dtype, slot.shape) for slot in slots])))
     supply = iter(
-        [leaf if slot.on_cpu else leaf.to(world.device) for slot, leaf in zip(slots, leaves, strict=True)]
+        [leaf.to("cpu" if slot.on_cpu else world.device) for slot, leaf in zip(slots, leaves, strict=True)]
     )
     return recursively_apply(lambda _: next(supply), skeleton, test_type=_is_slot)
 
@@ -128,7 +130,7 @@ def gather_tensor_shape(tensor: Tensor | None, world: World | None = None) -> tu
     Raises on every rank: TypeError for anything else, ValueError when no rank has one or its dtype has no number, MismatchError when several
     differ.
     """
-    shape, dtype, _ = _shared_tensor(tensor, world or current_world())
+    shape, dtype, _ = _shared_tensor("gather_tensor_shape", tensor, chosen_world(world))
     if dtype not in TENSOR_TYPE_TO_INT:
         raise ValueError(
             f"{dtype} has no number in TENSOR_TYPE_TO_INT; copy_tensor_to_devices does not need one"
@@ -141,14 +143,14 @@ def copy_tensor_to_devices(tensor: Tensor | None = None, world: World | None = N
 
     Raises on every rank: TypeError for anything else, ValueError when no rank has one, MismatchError when several differ.
     """
-    world = world or current_world()
+    world = chosen_world(world)
     copied, error = tried(lambda: _copy_to_share(tensor, world.device))
-    shape, dtype, holders = _shared_tensor(tensor, world, error)
+    shape, dtype, holders = _shared_tensor("copy_tensor_to_devices", tensor, world, error)
     own = torch.zeros(shape, dtype=dtype, device=world.device) if copied is None else copied
     if world.size == 1:
         return own
     if len(holders) == 1:
-        return world.comm.broadcast(own, holders[0])
+        return world.comm.broadcast(copyable(own), holders[0]).view(dtype)
     return world.comm.all_reduce(own, "sum")
 
 
@@ -169,15 +171,31 @@ class _Scattered(NamedTuple):
     on_cpu: bool
 
 
+def _checked_parts(
+    parts: Sequence[Any] | None, size: int, root: int
+) -> tuple[Sequence[Any], list[list[Tensor]]]:
+    """Rank `root`'s parts, and the tensors of each."""
+    parts = check_parts(parts, size, root)
+    flat = [flatten(part)[0] for part in parts]
+    for leaves in flat:
+        check_dense("scatter", leaves)
+    return parts, flat
+
+
 def _parts_to_send(
     parts: Sequence[Any] | None, root: int, world: World
-) -> tuple[_Scattered | None, list[Tensor] | None]:
-    """What rank `root` tells every rank, and a row of bytes for each where they are sent apart; nothing on other ranks."""
+) -> tuple[_Scattered | Exception | None, list[Tensor] | None]:
+    """What rank `root` tells every rank, and a row of bytes for each where they are sent apart; nothing on other ranks.
+
+    Where its parts are wrong, it tells the error for every rank to raise.
+    """
     check_root(root, world.size, "from_process")
     if world.rank != root:
         return None, None
-    parts = check_parts(parts, world.size, root)
-    flat = [flatten(part)[0] for part in parts]
+    try:
+        parts, flat = _checked_parts(parts, world.size, root)
+    except (ValueError, TypeError) as error:
+        return error, None
     on_cpu = all(leaf.device.type == "cpu" for leaves in flat for leaf in leaves)
     device = torch.device("cpu") if on_cpu else world.device
     flat = [[leaf.to(device) for leaf in leaves] for leaves in flat]
@@ -190,8 +208,9 @@ def _parts_to_send(
         num_bytes=num_bytes,
         on_cpu=on_cpu,
     )
-    padded = [torch.cat([row, row.new_zeros(num_bytes - row.numel())]) for row in rows]
-    return told, [] if small else padded
+    if small:
+        return told, []
+    return told, [torch.cat([row, row.new_zeros(num_bytes - row.numel())]) for row in rows]
 
 
 def _slot_for(tensor: Tensor) -> _Slot:
@@ -210,11 +229,14 @@ def _count(object_list: Any, root: int, size: int) -> int:
 
 
 def _copy_to_share(tensor: Any, device: torch.device) -> Tensor | None:
-    return tensor.detach().to(device, copy=True).contiguous() if isinstance(tensor, Tensor) else None
+    if not isinstance(tensor, Tensor):
+        return None
+    check_dense("copy_tensor_to_devices", [tensor])
+    return copyable(tensor.detach()).to(device, copy=True).contiguous().view(tensor.dtype)
 
 
 def _shared_tensor(
-    tensor: Any, world: World, error: Exception | None = None
+    name: str, tensor: Any, world: World, error: Exception | None = None
 ) -> tuple[torch.Size, torch.dtype, list[int]]:
     """Shape and dtype of the tensor some ranks have, and which ranks; `error` is why this rank cannot send its own."""
     told: Any = None
@@ -223,16 +245,16 @@ def _shared_tensor(
     elif tensor is not None:
         text, _ = tried(lambda: f"{tensor!r:.60}")
         told = f"{type(tensor).__name__}: {error or text}"
-    infos = _all_objects(world, "copy_tensor_to_devices", told) if world.size > 1 else [told]
+    infos = _all_objects(world, name, told) if world.size > 1 else [told]
     holders = [rank for rank, info in enumerate(infos) if info is not None]
     for rank in holders:
         if isinstance(infos[rank], str):
-            raise TypeError(f"copy_tensor_to_devices shares a tensor, rank {rank} gives a {infos[rank]}")
+            raise TypeError(f"{name} takes a tensor or None, rank {rank} gives a {infos[rank]}")
         if infos[rank] != infos[holders[0]]:
             one, two = (f"{tuple(infos[r][0])} {infos[r][1]}" for r in (holders[0], rank))
             raise MismatchError(f"tensor: rank {holders[0]} {one}, rank {rank} {two}")
     if not holders:
-        raise ValueError("copy_tensor_to_devices: no rank has a tensor, all of them passed None")
+        raise ValueError(f"{name}: no rank has a tensor, all of them passed None")
     return (*infos[holders[0]], holders)
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from acc_ops.wire import as_bytes, combine, in_shape
+from acc_ops.wire import UNCOPIED, as_bytes, combine, copyable, in_shape
 
 Meta = tuple[torch.dtype, torch.Size]
 
@@ -33,6 +33,7 @@ class Section(NamedTuple):
     """The blocks of one dtype, which lie side by side in a row."""
 
     dtype: torch.dtype
+    carrier: torch.dtype  # in which its elements are moved: uint8 for a dtype that torch cannot copy
     blocks: tuple[Block, ...]
     indices: tuple[int, ...]  # of the leaves, block after block
     shapes: tuple[torch.Size, ...]  # of each of those leaves
@@ -65,7 +66,8 @@ def layout_of(metas: tuple[Meta, ...]) -> Layout:
         order = tuple([index for block in blocks for index in block.indices])
         shapes = tuple([metas[index][1] for index in order])
         counts = tuple([shape.numel() for shape in shapes])
-        sections.append(Section(dtype, tuple(blocks), order, shapes, counts, start, stop))
+        carrier = torch.uint8 if dtype in UNCOPIED else dtype
+        sections.append(Section(dtype, carrier, tuple(blocks), order, shapes, counts, start, stop))
     return Layout(tuple(sections), len(metas), sections[-1].stop if sections else 0)
 
 
@@ -79,13 +81,16 @@ def pack(leaves: Sequence[Tensor], layout: Layout, device: torch.device) -> Tens
     if not layout.num_bytes:
         return torch.empty(0, dtype=torch.uint8, device=device)
     if len(leaves) == 1:
-        return as_bytes(leaves[0]).to(device)
+        row = as_bytes(leaves[0])
+        return row if row.device == device else row.to(device)
     row = torch.empty(layout.num_bytes, dtype=torch.uint8, device=leaves[0].device)
     with torch.no_grad():
         for section in layout.sections:
             if section.start == section.stop:
                 continue
-            flat = row[section.start : section.stop].view(section.dtype)
+            flat = row[section.start : section.stop].view(section.carrier)
+            if section.carrier != section.dtype:
+                leaves = [copyable(leaf) for leaf in leaves]
             if len(section.blocks) > _MANY_BLOCKS:
                 torch.cat([leaves[i].reshape(-1) for i in section.indices], out=flat)
                 continue
@@ -119,10 +124,7 @@ def unpack_ragged(rows: Tensor, layouts: Sequence[Layout]) -> list[Tensor]:
     ranks = [
         unpack(row[: layout.num_bytes], layout, copy=False) for row, layout in zip(rows, layouts, strict=True)
     ]
-    return [
-        torch.cat([leaf if leaf.ndim else leaf.unsqueeze(0) for leaf in members])
-        for members in zip(*ranks, strict=True)
-    ]
+    return [_cat(members) for members in zip(*ranks, strict=True)]
 
 
 def unpack_combined(rows: Tensor, layout: Layout, op: str) -> list[Tensor]:
@@ -154,28 +156,34 @@ def _joined_shapes(shapes: tuple[torch.Size, ...], num_ranks: int) -> tuple[torc
     return tuple([torch.Size([num_ranks * (shape[0] if shape else 1), *shape[1:]]) for shape in shapes])
 
 
+def _cat(members: Sequence[Tensor]) -> Tensor:
+    dtype = members[0].dtype
+    rows = [leaf if leaf.ndim else leaf.unsqueeze(0) for leaf in members]
+    return torch.cat([copyable(row) for row in rows]).view(dtype) if dtype in UNCOPIED else torch.cat(rows)
+
+
 def _block_counts(section: Section) -> list[int]:
     """Elements of each block."""
     return [block.shape.numel() * len(block.indices) for block in section.blocks]
 
 
 def _elements(rows: Tensor, section: Section) -> Tensor:
-    """What rows of bytes (ranks, bytes) hold of a section, as (ranks, elements) of its dtype; a view where alignment allows."""
+    """What rows of bytes (ranks, bytes) hold of a section, as (ranks, elements) of its carrier; a view where alignment allows."""
     if section.start == section.stop:
-        return torch.empty((rows.shape[0], 0), dtype=section.dtype, device=rows.device)
+        return torch.empty((rows.shape[0], 0), dtype=section.carrier, device=rows.device)
     part = rows
     if section.stop - section.start < rows.shape[1]:
         part = rows[:, section.start : section.stop]
-    if section.dtype == torch.uint8:
+    if section.carrier == torch.uint8:
         return part
-    itemsize = section.dtype.itemsize
+    itemsize = section.carrier.itemsize
     if part.storage_offset() % itemsize or part.stride(0) % itemsize:
         part = part.clone(memory_format=torch.contiguous_format)  # contiguous() may keep offset and stride
-    return part.view(section.dtype)
+    return part.view(section.carrier)
 
 
 # torch's stubs say that these return nothing
-_split_copy: Any = torch.split_with_sizes_copy
+split_copy: Any = torch.split_with_sizes_copy
 _unbind_copy: Any = torch.unbind_copy
 
 
@@ -193,19 +201,27 @@ def _take_apart(
     """
     if len(shapes) == 1:
         leaves[section.indices[0]] = in_shape(members.contiguous(), shapes[0])
-        return
-    if len(section.blocks) > _MANY_BLOCKS:
-        parts = (_split_copy if copy else torch.split_with_sizes)(members, section.counts, 1)
+    elif len(section.blocks) > _MANY_BLOCKS:
+        parts = (split_copy if copy else torch.split_with_sizes)(members, section.counts, 1)
         for index, part, shape in zip(section.indices, parts, shapes, strict=True):
             leaves[index] = (
                 part.resize_(*shape) if shape else part.resize_(())
             )  # what nobody else has needs no view
-        return
+    else:
+        _take_blocks_apart(members, section, shapes, leaves, _unbind_copy if copy else torch.unbind)
+    if section.carrier != section.dtype:
+        for index in section.indices:
+            leaves[index] = leaves[index].view(section.dtype)
+
+
+def _take_blocks_apart(
+    members: Tensor, section: Section, shapes: Sequence[torch.Size], leaves: list[Tensor], unbind: Any
+) -> None:
     first = 0
     for block, together in zip(section.blocks, members.split(_block_counts(section), 1), strict=True):
         count = len(block.indices)
         by_leaf = together.view(members.shape[0], count, block.shape.numel()).transpose(0, 1)
         by_leaf = by_leaf.reshape(count, *shapes[first])
-        for index, leaf in zip(block.indices, (_unbind_copy if copy else torch.unbind)(by_leaf), strict=True):
+        for index, leaf in zip(block.indices, unbind(by_leaf), strict=True):
             leaves[index] = leaf
         first += count

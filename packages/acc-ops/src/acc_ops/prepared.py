@@ -15,8 +15,8 @@ from torch import Tensor
 from acc_ops.containers import container_of
 from acc_ops.exchange import Call, Row, digest_of, tried
 from acc_ops.packing import Layout, Meta, layout_of, pack, sizes_to_bytes
-from acc_ops.tree import Structure, flatten, leaves_with_paths
-from acc_ops.wire import as_bytes, from_bytes, same_memory
+from acc_ops.tree import Structure, flatten, leaves_with_paths, unflatten
+from acc_ops.wire import as_bytes, check_memory, from_bytes, has_memory, same_memory
 from acc_ops.world import World
 
 Arguments = tuple[
@@ -36,7 +36,7 @@ class Plan(NamedTuple):
     """What the structure of data and the facts about its leaves say: found out once, and known when the like is seen again."""
 
     digest: bytes  # of what has to agree
-    exact: bytes  # digest of the sizes
+    sizes_digest: bytes
     sizes: bytes
     metas: tuple[Meta, ...]
     layout: Layout  # where each leaf lies in the row of bytes
@@ -71,11 +71,11 @@ class Prepared(NamedTuple):
         row = as_bytes(self.leaves[0])
         return row if row.data_ptr() and same_memory(row, self.leaves[0]) else None
 
-    def back_to_devices(self, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Each of `leaves` on the device of the one it answers to; they come from `device`."""
-        if not self.on_several_devices:
-            return leaves
-        return [new.to(old.device) for new, old in zip(leaves, self.leaves, strict=True)]
+    def rebuilt(self, leaves: Sequence[Tensor]) -> Any:
+        """The nested data with `leaves`, which come from `device`, instead of its own, and on their devices."""
+        if self.on_several_devices:
+            leaves = [new.to(old.device) for new, old in zip(leaves, self.leaves, strict=True)]
+        return leaves[0] if self.structure.key is None else unflatten(self.structure, leaves)
 
 
 def prepare(
@@ -107,6 +107,17 @@ def prepare(
     )
 
 
+def check_dense(name: str, leaves: list[Tensor]) -> None:
+    """Raise TypeError unless all leaves are dense tensors with data of their own."""
+    for fact in _facts_of(name, leaves):
+        _check(name, *fact)
+
+
+def root_name(data: Any) -> str:
+    """What errors call the data itself."""
+    return "tensor" if container_of(data) is None else "batch"
+
+
 def pickled(obj: Any) -> Tensor:
     """`obj` as flat uint8."""
     return from_bytes(pickle.dumps(obj))
@@ -131,7 +142,7 @@ def _prepare(
         name=name,
         root=root,
         digest=found.digest,
-        exact=found.exact,
+        sizes_digest=found.sizes_digest,
         sizes=found.sizes,
         device=device,
         describe=functools.partial(_describe, data, may_differ, arguments),
@@ -145,7 +156,7 @@ _is_nested = operator.attrgetter("is_nested")
 
 
 def _refuse_others(name: str, data: Any) -> None:
-    for path, leaf in leaves_with_paths(data, _root_name(data)):
+    for path, leaf in leaves_with_paths(data, root_name(data)):
         if not isinstance(leaf, Tensor):
             raise TypeError(
                 f"{name} takes tensors in nested containers, but {path} is {_an(type(leaf).__name__)}: {leaf!r:.60}; "
@@ -154,6 +165,9 @@ def _refuse_others(name: str, data: Any) -> None:
 
 
 def _facts_of(name: str, leaves: list[Tensor]) -> tuple[Facts, ...]:
+    for kind in set(map(type, leaves)):
+        if not has_memory(kind) and not any(leaf.is_nested for leaf in leaves if type(leaf) is kind):
+            check_memory(name, kind)
     if any(map(_is_nested, leaves)):
         nested = next(filter(_is_nested, leaves))
         raise TypeError(f"{name} takes dense tensors with data, got one that is nested: {nested.dtype}")
@@ -168,10 +182,10 @@ def _plan(
     metas = tuple([(dtype, shape) for dtype, shape, _, _ in facts])
     kinds = tuple([device.type for _, _, device, _ in facts])
     devices = {device for _, _, device, _ in facts}
-    digest, exact, sizes = _digests(key, metas, kinds, may_differ, dim, arguments)
+    digest, sizes_digest, sizes = _digests(key, metas, kinds, may_differ, dim, arguments)
     return Plan(
         digest=digest,
-        exact=exact,
+        sizes_digest=sizes_digest,
         sizes=sizes,
         metas=metas,
         layout=layout_of(metas),
@@ -218,8 +232,8 @@ def _digests(
 
 
 def _describe(data: Any, may_differ: MayDiffer, arguments: Arguments) -> list[Row]:
-    rows: list[Row] = [(name, text, text) for name, text in arguments]
-    _add_rows(rows, data, _root_name(data), may_differ)
+    rows: list[Row] = [(name, text, f"has {text}") for name, text in arguments]
+    _add_rows(rows, data, root_name(data), may_differ)
     return rows
 
 
@@ -243,10 +257,6 @@ def _add_rows(rows: list[Row], data: Any, path: str, may_differ: MayDiffer) -> N
     rows.append((path, (kind, digest_of(type(data), key)), f"{kind} {inside}"))
     for name, value in zip(container.names(data), container.values(data), strict=True):
         _add_rows(rows, value, path + name, may_differ)
-
-
-def _root_name(data: Any) -> str:
-    return "tensor" if container_of(data) is None else "batch"
 
 
 def _an(noun: str) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 import random
 import sys
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,20 +27,24 @@ def set_seed(
     With `device_specific` each rank adds its rank. With `deterministic` torch uses deterministic algorithms and cuDNN stops measuring which
     one is fastest; without it both flags are left alone. Raises ValueError unless 0 <= seed < 2**63.
     """
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+    try:
+        number = operator.index(seed)  # NumPy's integers, too
+    except TypeError:
+        number = -1
+    if isinstance(seed, bool) or not 0 <= number < 2**63:
         raise ValueError(f"seed must be a whole number from 0 to 2**63 - 1, got {seed!r}")
     if device_specific:
         from acc_ops.world import current_world  # noqa: PLC0415 - costs more than the rest, which needs no ranks
 
-        seed = (seed + (world or current_world()).rank) % 2**63
-    random.seed(seed)
+        number = (number + (world or current_world()).rank) % 2**63
+    random.seed(number)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        numpy.random.seed(seed % 2**32)
-    torch.manual_seed(seed)  # also every device torch itself knows, now or when its driver starts
+        numpy.random.seed(number % 2**32)
+    torch.manual_seed(number)  # also every device torch itself knows, now or when its driver starts
     module = generators_of(device_row(present_kind()))
     if module is not None and hasattr(module, "manual_seed_all"):
-        module.manual_seed_all(seed)
+        module.manual_seed_all(number)
     if deterministic:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
@@ -51,35 +56,30 @@ def capture_rng() -> dict[str, Any]:
     The keys say which parts there are: `python`, `torch`, `numpy` if it is loaded, and the kind of device, such as `cuda`. `torch.save`
     writes it, and `torch.load` reads it with `weights_only=True`.
     """
-    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy_state = numpy.random.get_state(legacy=False)
-        inner = {k: v if isinstance(v, int) else v.tolist() for k, v in numpy_state["state"].items()}
-        state["numpy"] = {**numpy_state, "state": inner}
-    row = device_row(present_kind())
-    module = generators_of(row)
-    if module is not None:
-        everyone = getattr(module, "get_rng_state_all", None)
-        state[row.kind] = everyone() if everyone is not None else [module.get_rng_state()]
-    return state
+    return {name: part.capture() for name, part in _parts().items()}
 
 
 def restore_rng(state: Mapping[str, Any]) -> list[str]:
     """Put the generators where `capture_rng` found them; returns, and warns of, the names of what could not be.
 
-    That is what `state` has and this process has not, and the other way round: `numpy`, `cuda`, `cuda:3`. Raises ValueError, with its name,
-    for a part that holds something else than a state.
+    That is what `state` has and this process has not, and the other way round: `numpy`, `cuda`, `cuda:3`. Raises TypeError for what is no
+    mapping, and ValueError, with its name, for a part that holds something else than a state; then every generator is as it was.
     """
+    if not isinstance(state, Mapping):
+        raise TypeError(f"restore_rng takes the mapping that capture_rng() returned, got {state!r:.60}")
     missing: list[str] = []
-    parts = _restorers()
+    parts = _parts()
+    before: dict[str, Any] = {}
     for name in sorted(parts.keys() | state.keys()):
         if name not in parts or name not in state:
             missing.append(name)
             continue
+        before[name] = parts[name].capture()
         try:
-            missing += parts[name](state[name]) or ()
+            missing += parts[name].restore(state[name]) or ()
         except (TypeError, ValueError, RuntimeError, KeyError, IndexError, AttributeError) as error:
+            for changed, old in before.items():
+                parts[changed].restore(old)
             raise ValueError(
                 f"state[{name!r}] is no state of that random generator ({error}): pass what capture_rng() returned"
             ) from error
@@ -98,19 +98,28 @@ def generators_of(row: DeviceRow) -> Any | None:
     return module if hasattr(module, "get_rng_state") else None
 
 
-def _restorers() -> dict[str, Callable[[Any], list[str] | None]]:
-    """Name of each part this process has -> what sets it, and returns the names of what it could not."""
-    parts: dict[str, Callable[[Any], list[str] | None]] = {
-        "python": _restore_python,
-        "torch": lambda state: torch.set_rng_state(state.cpu()),
+class _Part(NamedTuple):
+    """The random generators of one kind."""
+
+    capture: Callable[[], Any]
+    restore: Callable[[Any], list[str] | None]  # returns the names of what it could not set
+
+
+def _parts() -> dict[str, _Part]:
+    """What this process has, by name."""
+    parts = {
+        "python": _Part(random.getstate, _restore_python),
+        "torch": _Part(torch.get_rng_state, lambda state: torch.set_rng_state(state.cpu())),
     }
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        parts["numpy"] = partial(_restore_numpy, numpy)
+        parts["numpy"] = _Part(partial(_capture_numpy, numpy), partial(_restore_numpy, numpy))
     row = device_row(present_kind())
     module = generators_of(row)
     if module is not None:
-        parts[row.kind] = partial(_restore_devices, module, row.kind)
+        parts[row.kind] = _Part(
+            partial(_capture_devices, module), partial(_restore_devices, module, row.kind)
+        )
     return parts
 
 
@@ -119,12 +128,23 @@ def _restore_python(state: Any) -> None:
     random.setstate((version, tuple(numbers), gauss))
 
 
+def _capture_numpy(numpy: Any) -> dict[str, Any]:
+    state = numpy.random.get_state(legacy=False)
+    inner = {k: v if isinstance(v, int) else v.tolist() for k, v in state["state"].items()}
+    return {**state, "state": inner}
+
+
 def _restore_numpy(numpy: Any, state: Mapping[str, Any]) -> None:
     inner = {
         k: numpy.array(v, dtype=numpy.uint32) if isinstance(v, (list, tuple)) else v
         for k, v in state["state"].items()
     }
     numpy.random.set_state({**state, "state": inner})
+
+
+def _capture_devices(module: Any) -> list[Tensor]:
+    everyone = getattr(module, "get_rng_state_all", None)
+    return everyone() if everyone is not None else [module.get_rng_state()]
 
 
 def _restore_devices(module: Any, kind: str, states: list[Tensor]) -> list[str]:

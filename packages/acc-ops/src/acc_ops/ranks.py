@@ -92,7 +92,7 @@ def read_ranks(environ: Mapping[str, str] | None = None) -> Ranks:
     """The ranks the launcher gave to this process; rank 0 of 1 with `launcher=None` when there was none.
 
     `environ` defaults to the process's environment. A negative number counts as unset. Raises RanksError naming the
-    variable and its value when it is not a number, when a rank is not below its size, or when part of it is missing.
+    variable and its value when it is not a number, when a rank is not below its size, or when a part is missing that cannot be known.
     """
     environ = os.environ if environ is None else environ
     for launcher in _LAUNCHERS:
@@ -141,7 +141,12 @@ def _ranks_of(launcher: _Launcher, size: int, environ: Mapping[str, str]) -> Ran
     if rank >= size:
         raise RanksError(f"{launcher.rank}={rank} must be below {launcher.size}={size}")
     if local_size is None:  # nothing said: one machine, unless the two ranks differ
-        local_size = size if local_rank in (None, rank) else (local_rank or 0) + 1
+        if local_rank not in (None, rank):
+            raise RanksError(
+                f"{launcher.rank}={rank} and {launcher.local_rank[0]}={local_rank} tell of several machines, and not how many "
+                f"ranks each has: set {launcher.local_size[0]} on every rank to the number of ranks of its machine"
+            )
+        local_size = size
     if local_rank is None:
         local_rank = rank % local_size
     if local_rank >= local_size:
@@ -156,7 +161,7 @@ def _ranks_of(launcher: _Launcher, size: int, environ: Mapping[str, str]) -> Ran
         local_rank=local_rank,
         local_size=local_size,
         launcher=launcher.name,
-        main_address=environ.get("MASTER_ADDR") or _first_slurm_node(launcher, environ),
+        main_address=_main_address(environ) or _first_slurm_node(launcher, environ),
         main_port=_number(environ, "MASTER_PORT"),
     )
 
@@ -195,10 +200,16 @@ def _local_size(launcher: _Launcher, environ: Mapping[str, str]) -> int | None:
     return counts[node]
 
 
+def _main_address(environ: Mapping[str, str]) -> str:
+    """MASTER_ADDR without the brackets that an IPv6 address has in URLs."""
+    text = environ.get("MASTER_ADDR", "").strip()
+    return text[1:-1] if text.startswith("[") and text.endswith("]") else text
+
+
 def _first_slurm_node(launcher: _Launcher, environ: Mapping[str, str]) -> str | None:
     """The host of rank 0 from a compressed list such as `gpu[003-005,7],login1` (srun's host list format)."""
     if launcher.name != "slurm":
         return None
     text = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or ""
-    match = re.match(r"([^,\[\]]+)(?:\[(\w+)[^\]]*\])?([^,\[\]]*)", text)
-    return f"{match[1]}{match[2] or ''}{match[3]}" if match else None
+    match = re.match(r"(?:[^,\[\]]|\[[^\]]*\])+", text)  # up to the first comma outside of brackets
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match[0]) if match else None

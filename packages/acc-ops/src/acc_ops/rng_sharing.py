@@ -13,7 +13,7 @@ from acc_ops.devices import device_row, is_present
 from acc_ops.enums import RNGType
 from acc_ops.exchange import Call, agree, tried
 from acc_ops.random import generators_of
-from acc_ops.world import World, current_world
+from acc_ops.world import World, chosen_world
 
 
 class GeneratorMissing(AssertionError, ValueError):
@@ -31,7 +31,7 @@ def synchronize_rng_states(
     """
     if isinstance(rng_types, (str, RNGType)):
         rng_types = [rng_types]
-    _share(rng_types, generator, world or current_world())
+    _share(rng_types, generator, chosen_world(world))
 
 
 @chained_operation
@@ -44,7 +44,7 @@ def synchronize_rng_state(
 
     Raises what `synchronize_rng_states` raises.
     """
-    _share([rng_type], generator, world or current_world())
+    _share([rng_type], generator, chosen_world(world))
 
 
 class _Source(NamedTuple):
@@ -56,7 +56,7 @@ class _Source(NamedTuple):
 
 
 def _share(rng_types: Iterable[Any], generator: torch.Generator | None, world: World) -> None:
-    found, error = tried(lambda: [_source(rng_type, generator) for rng_type in rng_types])
+    found, error = tried(lambda: _sources(rng_types, generator))
     if error is not None:
         if world.size > 1 and world.verify:
             agree(world, Call(name="broadcast", root=0, error=error))  # raises, on every rank
@@ -66,6 +66,14 @@ def _share(rng_types: Iterable[Any], generator: torch.Generator | None, world: W
     states = broadcast({source.name: source.state for source in found}, 0, world)
     for source in found:
         source.set_state(states[source.name])
+
+
+def _sources(rng_types: Any, generator: torch.Generator | None) -> list[_Source]:
+    if not isinstance(rng_types, Iterable):
+        raise TypeError(
+            f"rng_types must be kinds of random generators, such as ['torch', 'cuda'], got {rng_types!r:.60}"
+        )
+    return [_source(rng_type, generator) for rng_type in rng_types]
 
 
 def _source(rng_type: Any, generator: torch.Generator | None) -> _Source:

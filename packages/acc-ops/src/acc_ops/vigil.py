@@ -102,12 +102,24 @@ class Vigil:
             self._ended_since_s = None
             return
         if all(self._answers.get(rank) is Silence.ENDED and rank not in self._waiting.told for rank in gone):
+            if any(self._may_come(rank) for rank in self._waiting.others):
+                self._ended_since_s = (
+                    None  # who ended may have done its part, and the call may be waiting for this one
+                )
+                return
             if self._ended_since_s is None:  # it may have done its part before; then the call is over soon
                 self._ended_since_s = time.monotonic()
                 self._pause_s = SLICE_S
             if time.monotonic() - self._ended_since_s < _SURE_AFTER_S:
                 return
         raise CommError(self._text_of_gone(gone))
+
+    def _may_come(self, rank: int) -> bool:
+        """Whether a rank that has not ended has not begun this call yet, as far as is known."""
+        answer = self._answers.get(rank)
+        if rank in self._waiting.told or answer is Silence.ENDED:
+            return False
+        return not isinstance(answer, dict) or answer["number"] < self._waiting.number
 
     def _failure(self, error: RuntimeError) -> CommError:
         """What to raise for what the backend raised; the ranks that caused it may take a moment to end."""

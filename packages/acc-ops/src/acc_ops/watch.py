@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -17,9 +18,11 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from acc_ops.comm import CommError
-from acc_ops.desk import Address, Answer, Silence, ask, close_desk, open_desk
+from acc_ops.desk import Address, Answer, Silence, ask, close_desk, forget_address, open_desk
+from acc_ops.forks import is_forked_from_a_rank
 from acc_ops.option_fields import option
 from acc_ops.options import from_env
+from acc_ops.ranks import RanksError, read_ranks
 from acc_ops.vigil import SLICE, Place, Vigil, Waiting, place_of, place_of_main_thread
 
 logger = logging.getLogger(__name__)
@@ -49,6 +52,8 @@ class Peers(NamedTuple):
     store: Callable[[], Any]  # the group's store while there is one
     alive: Callable[[], bool]  # whether the group has not been destroyed
     abandon: Callable[[], None]  # never wait for what the group has begun
+    generation: str = ""  # which of the groups with the same store this is; the ranks count alike
+    one_machine: bool = False  # all of them are on this one
 
 
 class Watch:
@@ -59,11 +64,13 @@ class Watch:
         self._peers = peers
         self._number = 0  # calls begun
         self._name = ""  # of the last one
+        self._caller = threading.get_ident()  # the thread that began it
         self._busy = False  # in a call
         self._waits = ""  # that call, when it has outlasted its first slice
         self._left = ""  # why this rank makes no more calls
         self._gave_up = (0, "")  # a call that failed, and its error
         self._told: dict[int, Answer] = {}  # what ranks that leave have said themselves
+        self._address: Address | None = None
         self._addresses: dict[int, Address] = {}
         self._reached: set[int] = set()
         self._looked = False  # for the others' addresses, after the first call
@@ -76,6 +83,7 @@ class Watch:
         Raises CommError naming the ranks that ended, left, gave up, or did not come within the group's timeout.
         """
         self._number += 1
+        self._caller = threading.get_ident()
         self._name = name
         self._busy = True
         try:
@@ -98,15 +106,19 @@ class Watch:
         """Say to whoever asks from now on that this rank `why`, such as "called leave_world()"."""
         self._left = self._left or why
 
-    def tell_others(self, why: str, *, follows: bool) -> None:
-        """Leave, and tell the others so, as far as they can be reached at once; `follows`: only because of another rank's error."""
+    def tell_others(self, why: str, *, follows: bool, deadline_s: float) -> None:
+        """Leave, and tell the others so, as far as they can be reached by then; `follows`: only because of another rank's error."""
         self.leave(why)
-        told = {"rank": self._peers.rank, "number": self._number, "left": why, "follows": follows}
-        deadline_s = time.monotonic() + _GOODBYE_S
+        told = {"rank": self._peers.rank, "number": self._number, "left": self._left, "follows": follows}
         for rank in self._others():
             left_s = deadline_s - time.monotonic()
             if rank in self._addresses and left_s > 0:
                 ask(self._addresses[rank], told, min(left_s, _GOODBYE_S / 4))
+
+    def close(self) -> None:
+        """Answer nobody any more; the group is gone, and another one has been made."""
+        if self._address is not None:
+            forget_address(self._address)
 
     def respond(self, question: Answer) -> Answer:
         """What this process says to a rank that asks, or that tells it goodbye."""
@@ -119,10 +131,18 @@ class Watch:
             "number": self._number,
             "made": f"{self._number} call{'' if self._number == 1 else 's'}{last}",
             "waits": self._waits or (self._call(place) if self._busy else ""),
-            "left": self._left or ("" if self._peers.alive() else "destroyed its process group"),
+            "left": self._left or self._silently_left(),
             "gave_up": self._gave_up[1] if self._gave_up[0] == self._number else "",
             "at": f"{place} in {place.function}" if place.function else f"{place}",
         }
+
+    def _silently_left(self) -> str:
+        if not self._peers.alive():
+            return "destroyed its process group"
+        main = threading.main_thread()
+        if self._caller == main.ident and not main.is_alive():  # Python waits for other threads
+            return f"ended its main thread{_last_error()}"
+        return ""
 
     def _others(self) -> list[int]:
         """The other ranks, the next ones first, so that in a large world not all ask the same."""
@@ -137,33 +157,41 @@ class Watch:
         while hasattr(keeper, "underlying_store"):
             keeper = keeper.underlying_store
         host = getattr(keeper, "host", None)
-        address = open_desk(self.respond, None if host is None else (host, keeper.port))
-        if address is not None:
+        peer = None if host is None else (host, keeper.port)
+        self._address = open_desk(self.respond, peer, one_machine=self._peers.one_machine)
+        if self._address is not None:
             try:
-                store.set(f"{_KEY}{self._peers.rank}", address.to_text())
+                said = f"{self._peers.generation} {self._address.to_text()}"
+                store.set(f"{_KEY}{self._peers.rank}", said)
             except RuntimeError:  # the store has gone: the first call will say why
                 logger.debug("the group's store did not take this rank's address", exc_info=True)
 
     def _find(self, ranks: Sequence[int]) -> None:
-        """Read the addresses of those `ranks` that have one and are not known yet."""
-        wanted = [rank for rank in ranks if rank not in self._addresses]
+        """Read the addresses of those `ranks` that have one.
+
+        A store that outlives its groups may still have a rank's address in the last one. Whoever was in a call of this group
+        has said its new one; before the first call only an address of the same generation is taken.
+        """
         store = None if self._store_has_gone else self._peers.store()
-        if store is None or not wanted:
+        if store is None or not ranks:
             return
-        keys = [f"{_KEY}{rank}" for rank in wanted]
+        keys = [f"{_KEY}{rank}" for rank in ranks]
         try:
             if store.check(keys):
-                for rank, text in zip(wanted, store.multi_get(keys), strict=True):
-                    self._addresses[rank] = Address.from_text(text.decode())
-            elif len(wanted) > 1:
-                for rank in wanted:
+                for rank, said in zip(ranks, store.multi_get(keys), strict=True):
+                    generation, _, text = said.decode().partition(" ")
+                    if self._looked or generation == self._peers.generation:
+                        self._addresses[rank] = Address.from_text(text)
+            elif len(ranks) > 1:
+                for rank in ranks:
                     self._find([rank])
         except RuntimeError:  # it is not asked again: torch would print a warning each time
             self._store_has_gone = True
             logger.debug("the group's store does not answer", exc_info=True)
 
     def _ask(self, rank: int) -> Answer | Silence:
-        self._find([rank])
+        if rank not in self._addresses:
+            self._find([rank])
         if rank not in self._addresses:
             return Silence.UNKNOWN
         answer = ask(self._addresses[rank], {}, trusted=rank in self._reached)
@@ -217,11 +245,14 @@ def watch_of(group: dist.ProcessGroup | None, warn_after_s: float | None = None)
             rank=rank,
             size=size,
             names=names,
-            store=lambda: _store_of(held()),
+            store=lambda: None if is_forked_from_a_rank() else _store_of(held()),
             alive=lambda: _is_alive(held()),
             abandon=lambda: _keep_for_ever(held()),
+            generation=_next_generation(key),
+            one_machine=_is_on_one_machine(),
         )
         watch = _watches[key] = Watch(peers, from_env(WatchOptions))
+        _last.watches.append(watch)
     if warn_after_s is not None:
         watch.options = WatchOptions(warn_after_s=warn_after_s)
     return watch
@@ -229,20 +260,55 @@ def watch_of(group: dist.ProcessGroup | None, warn_after_s: float | None = None)
 
 def leave_all(why: str) -> None:
     """Say to whoever asks that this process has left all its groups: it `why`."""
-    for watch in list(_watches.values()):
+    for watch in _last.watches:
         watch.leave(why)
 
 
 def say_goodbye(why: str, *, follows: bool = False) -> None:
     """Tell the ranks of every group of this process that it makes no more calls because it `why`, such as "raised KeyError: 3"."""
-    for watch in list(_watches.values()):
-        watch.tell_others(why, follows=follows)
+    deadline_s = time.monotonic() + _GOODBYE_S
+    for watch in _last.watches:
+        watch.tell_others(why, follows=follows, deadline_s=deadline_s)
 
 
 _KEY = "acc_ops/desk/"  # in the store of the group, with the rank
 _MOST_ASKED = 64  # ranks, by one that waits or leaves
 _GOODBYE_S = 1.0
 _watches: weakref.WeakKeyDictionary[Any, Watch] = weakref.WeakKeyDictionary()
+
+
+class _Generation:
+    """A default process group and those made beside it. Who waits in them is answered, also when they are gone, until the next one is made."""
+
+    def __init__(self, number: int, default: Callable[[], Any]) -> None:
+        self.number = number  # counts default groups that this process watched
+        self.default = default
+        self.named: Counter[str] = (
+            Counter()
+        )  # groups by their name, which torch gives a second time after the first has gone
+        self.watches: list[Watch] = []
+
+
+_last = _Generation(0, lambda: None)
+
+
+def _next_generation(group: Any) -> str:
+    global _last
+    if _last.default() is not dist.group.WORLD:
+        before, _last = _last, _Generation(_last.number + 1, weakref.ref(dist.group.WORLD))
+        for watch in before.watches:
+            watch.close()
+    _last.named[group.group_name] += 1
+    return f"{_last.number}.{_last.named[group.group_name]}"
+
+
+def _is_on_one_machine() -> bool:
+    """Whether a launcher said so for all ranks there are."""
+    try:
+        said = read_ranks()
+    except RanksError:
+        return False
+    return said.size == said.local_size == dist.get_world_size()
 
 
 def _store_of(group: Any) -> Any:
@@ -277,16 +343,24 @@ def _keep_for_ever(group: Any) -> None:
 
 def _forget() -> None:
     """In a forked child, which is no rank of anything."""
-    global _watches
-    _watches = weakref.WeakKeyDictionary()
+    global _watches, _last
+    _watches, _last = weakref.WeakKeyDictionary(), _Generation(0, lambda: None)
 
 
 def _at_exit() -> None:
-    error = getattr(sys, "last_value", None)  # what ended the script, printed a moment ago
-    if error is not None:
-        said = "".join(str(error).splitlines()[:1])
-        say_goodbye(f"ended with {type(error).__name__}: {said}", follows=isinstance(error, CommError))
+    follows = isinstance(getattr(sys, "last_value", None), CommError)
+    say_goodbye(
+        f"ended{_last_error()}", follows=follows
+    )  # with the number of calls: others may still be in them
     close_desk()
+
+
+def _last_error() -> str:
+    """What ended the script, as " with KeyError: 'lost'"; it was printed a moment ago."""
+    error = getattr(sys, "last_value", None)
+    if error is None:
+        return ""
+    return f" with {type(error).__name__}: {''.join(str(error).splitlines()[:1])}"
 
 
 atexit.register(_at_exit)

@@ -30,10 +30,33 @@ def check_reduction(op: str, dtype: torch.dtype) -> None:
     """Raise ValueError unless `op` is a reduction, TypeError or ValueError unless numbers of `dtype` have it."""
     if op not in REDUCTIONS:
         raise ValueError(f"op must be one of {', '.join(REDUCTIONS)}, got {op!r}")
+    check_arithmetic(dtype)
     if dtype not in _KNOWN and dtype not in _WIDER and not dtype.is_floating_point and not dtype.is_complex:
         raise TypeError(f"tensors of {dtype} cannot be reduced; convert them to int64 or float first")
     if dtype.is_complex and op in ("max", "min"):
         raise ValueError(f"complex numbers have no order, so op={op!r} does not work for {dtype}")
+
+
+def check_arithmetic(dtype: torch.dtype) -> None:
+    """Raise TypeError for a dtype that torch can store, and neither convert nor calculate with."""
+    if dtype in _STORED_ONLY:
+        raise TypeError(
+            f"tensors of {dtype} are only stored and cannot be reduced; unpack them to int64 or float first"
+        )
+
+
+def has_memory(kind: type[Tensor]) -> bool:
+    """Whether tensors of this class are memory; those of DTensor, FakeTensor and other wrappers only answer for what is elsewhere."""
+    return bool(kind.__torch_dispatch__ is Tensor.__torch_dispatch__)
+
+
+def check_memory(name: str, kind: type[Tensor]) -> None:
+    """Raise TypeError for tensors of a class that `has_memory` denies."""
+    if not has_memory(kind):
+        raise TypeError(
+            f"{name} takes dense tensors with data, got a {kind.__name__}, which has no memory of its own "
+            "(__torch_dispatch__): pass what it stands for, such as full_tensor() or to_local() of a DTensor"
+        )
 
 
 def check_parts(parts: Sequence[Any] | None, size: int, root: int) -> Sequence[Any]:
@@ -49,8 +72,11 @@ def as_bytes(tensor: Tensor) -> Tensor:
     if tensor.requires_grad:
         tensor = tensor.detach()
     if tensor.dtype != torch.uint8:
-        tensor = tensor.resolve_conj().resolve_neg()
-    tensor = tensor.contiguous()
+        tensor = copyable(tensor)
+        if tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.resolve_conj().resolve_neg()
+    if not tensor.is_contiguous():
+        tensor = tensor.contiguous()
     if tensor.ndim != 1:
         tensor = tensor.reshape(-1)
     if (
@@ -60,8 +86,14 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.uint8 else tensor.view(torch.uint8)
 
 
+def copyable(tensor: Tensor) -> Tensor:
+    """A view with which torch can do what only moves elements: of the bytes, where it has no such operations for the dtype."""
+    return tensor.view(torch.uint8) if tensor.dtype in UNCOPIED else tensor
+
+
 def to_bytes(tensor: Tensor) -> bytes:
-    """The memory of a contiguous CPU tensor of uint8."""
+    """The memory of a contiguous CPU tensor of uint8. Raises TypeError for a tensor that only stands for one."""
+    check_memory("a collective", type(tensor))  # where a FakeTensorMode is on, every new tensor is such a one
     return ctypes.string_at(tensor.data_ptr(), tensor.numel()) if tensor.numel() else b""
 
 
@@ -118,14 +150,41 @@ def in_shape(tensor: Tensor, shape: Sequence[int]) -> Tensor:
 
 def overwrite(tensor: Tensor, value: Tensor) -> Tensor:
     with torch.no_grad():
-        tensor.detach().copy_(value.view(tensor.shape))
+        copyable(tensor.detach()).copy_(copyable(value.view(tensor.shape)))
     return tensor
+
+
+def shares_elements(tensor: Tensor) -> bool:
+    """Whether several elements of a tensor are one number in memory, as after `expand` or `unfold`."""
+    if tensor.is_contiguous() or not tensor.numel():
+        return False
+    dims = sorted((step, size) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
+    reach = 0  # of the dimensions with smaller steps
+    for step, size in dims:
+        if step <= reach:
+            break
+        reach += step * (size - 1)
+    else:
+        return False
+    # Steps like 2 and 3 may interleave without meeting: only the places themselves tell.
+    places = torch.zeros(1, dtype=torch.int64)
+    for step, size in dims:
+        places = (places.unsqueeze(1) + torch.arange(size) * step).flatten()
+    return bool(places.unique().numel() < places.numel())
 
 
 def same_memory(one: Tensor, other: Tensor) -> bool:
     return one.data_ptr() == other.data_ptr() and one.device == other.device
 
 
+def _dtypes(*names: str) -> frozenset[torch.dtype]:
+    """Those that this torch has."""
+    return frozenset(getattr(torch, name) for name in names if hasattr(torch, name))
+
+
+# One byte each, which torch stores and reinterprets, but can neither copy, join nor convert.
+UNCOPIED = _dtypes("float4_e2m1fn_x2", *[f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)])
+_STORED_ONLY = UNCOPIED | _dtypes("bits8", "bits16", "bits1x8", "bits2x4", "bits4x2")
 _WIDER = {
     torch.bool: torch.uint8,
     torch.int16: torch.int32,

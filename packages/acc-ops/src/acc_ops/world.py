@@ -28,22 +28,20 @@ from acc_ops.devices import (
     present_kind,
     set_device,
 )
+from acc_ops.forks import is_forked_from_a_rank
 from acc_ops.ranks import Ranks, RanksError, read_ranks
+from acc_ops.rendezvous import WorldError, make_group
 
 logger = logging.getLogger(__name__)
 _GLOO_PAUSE_S = 0.02  # see destroy_group
-DEFAULT_PORT = 29500  # where ranks of one machine meet when the launcher names no port
-
-
-class WorldError(RuntimeError):
-    """This process cannot join the ranks it was started with."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
     """One process among others: its ranks, its device, and the `comm` to speak with the others.
 
-    Raises RanksError for a rank that is not below its size, WorldError when `comm` has another rank or size.
+    Raises RanksError for a rank that is not below its size, TypeError for what is no number or device, WorldError when `comm` has another
+    rank or size.
     """
 
     rank: int = (
@@ -60,6 +58,13 @@ class World:
     verify: bool = True  # collectives compare what the ranks hand in before they send it
 
     def __post_init__(self) -> None:
+        for name in ("rank", "size", "local_rank", "local_size"):
+            if type(getattr(self, name)) is not int:
+                raise TypeError(f"World({name}=) must be an int, got {getattr(self, name)!r}")
+        if not isinstance(self.device, torch.device):
+            raise TypeError(
+                f"World(device=) must be a torch.device such as torch.device('cpu'), got {self.device!r}"
+            )
         Ranks(rank=self.rank, size=self.size, local_rank=self.local_rank, local_size=self.local_size)
         if (self.comm.rank, self.comm.size) != (self.rank, self.size):
             raise WorldError(
@@ -120,6 +125,15 @@ def current_world() -> World:
     return _solo_world()
 
 
+def chosen_world(world: World | None) -> World:
+    """What a function's `world` argument means: None is the current one. Raises TypeError for what is no World."""
+    if world is None:
+        return current_world()
+    if not isinstance(world, World):
+        raise TypeError(f"world must be a World, such as join_world() returns, or None, got {world!r}")
+    return world
+
+
 def bound_world() -> World | None:
     """The world bound in this thread by `use_world`, if there is one; asking joins nothing and warns of nothing."""
     return _bound.get()
@@ -131,7 +145,7 @@ def join_world(
     device: DeviceLike | None = None,
     backend: str | None = None,
     timeout: timedelta | None = None,
-    verify: bool = True,
+    verify: bool | None = None,
     warn_after_s: float | None = None,
     **init_process_group_options: Any,
 ) -> World:
@@ -141,7 +155,8 @@ def join_world(
     `device` defaults to the accelerator with this process's local rank (`cpu=True`: the CPU), `backend` to gloo
     on the CPU and to gloo for CPU tensors beside the device's own backend elsewhere, `timeout` to torch's. A rank that waits longer than
     `warn_after_s` seconds for others (default: ACC_WARN_AFTER in the environment, or 30) logs which are missing and what they do. A second call
-    returns the joined world. Raises WorldError when it asks for another device, and when the ranks cannot meet.
+    returns the joined world. Raises WorldError when it asks for another device or, beside other ranks, for another `verify` (default: True),
+    when the ranks of a new group differ in that, and when they cannot meet.
     """
     global _joined, _ever_joined
     asked = None if device is None else canonical_device(device)
@@ -151,6 +166,7 @@ def join_world(
     group = _default_group()
     if _joined is not None and _joined.group is group:
         return _rejoin(_joined, asked, verify)
+    verify = True if verify is None else verify
     if group is not None:
         world, owns_group = _reuse(group, asked, backend, verify), False
         if warn_after_s is not None:
@@ -171,7 +187,8 @@ def join_world(
         if chosen.type != "cpu":
             set_device(chosen)
         if owns_group:
-            _init_group(ranks, backend or _backend_for(chosen), options)
+            make_group(ranks, backend or _backend_for(chosen), options)
+            atexit.register(_let_gloo_finish)  # also where a script ends without leave_world
         world = World(
             rank=ranks.rank if owns_group else 0,
             size=ranks.size,
@@ -181,16 +198,19 @@ def join_world(
             comm=TorchComm(warn_after_s=warn_after_s) if owns_group else SoloComm(),
             verify=verify,
         )
+        if owns_group:
+            _agree(world)
     _joined = _Joined(world=world, group=_default_group(), owns_group=owns_group)
     _ever_joined = True
     return world
 
 
 def leave_world() -> None:
-    """Forget the joined world; destroys the process group only if `join_world` made it."""
+    """Forget the joined world; destroys the process group only if `join_world` made it, in this process."""
     global _joined, _derived, _solo
     joined, _joined, _derived, _solo = _joined, None, None, None
-    if joined is not None and joined.owns_group and joined.group is _default_group():
+    owned = joined is not None and joined.owns_group and joined.group is _default_group()
+    if owned and not is_forked_from_a_rank():
         _tell_others("called leave_world()")
         destroy_group()
 
@@ -292,7 +312,17 @@ def _warn_if_others_wait() -> None:
         )
 
 
-def _rejoin(joined: _Joined, asked: torch.device | None, verify: bool) -> World:
+def _agree(world: World) -> None:
+    """A rank that sends headers and one that sends none would abort both: what each is given is not what it expects."""
+    own = torch.tensor(world.verify, device=world.comm.control_device)
+    said = world.comm.all_gather(own).tolist()
+    if len(set(said)) > 1:
+        destroy_group()
+        ranks = ", ".join(f"rank {rank} {value}" for rank, value in enumerate(said[:64]))
+        raise WorldError(f"join_world(verify=) must be the same on all ranks, got {ranks}")
+
+
+def _rejoin(joined: _Joined, asked: torch.device | None, verify: bool | None) -> World:
     global _joined
     world = joined.world
     if asked is not None and asked != world.device:
@@ -300,7 +330,12 @@ def _rejoin(joined: _Joined, asked: torch.device | None, verify: bool) -> World:
             f"this process already joined its world on {world.device}, and now {asked} is asked for: "
             "call leave_world() first, or pass the device to the first join_world()"
         )
-    if verify != world.verify:
+    if verify is not None and verify != world.verify:
+        if world.size > 1:  # others may not do so in the same moment
+            raise WorldError(
+                f"this process already joined its world with verify={world.verify}, and now verify={verify} is asked for: "
+                "call leave_world() first, or pass it to the first join_world()"
+            )
         world = dataclasses.replace(world, verify=verify)
         _joined = joined._replace(world=world)
     return world
@@ -354,25 +389,3 @@ def _needs_group(ranks: Ranks) -> bool:
 def _backend_for(device: torch.device) -> str:
     own = device_row(device).backend
     return own if own == "gloo" else f"cpu:gloo,{device.type}:{own}"
-
-
-def _init_group(ranks: Ranks, backend: str, options: dict[str, Any]) -> None:
-    if not dist.is_available():
-        raise WorldError(f"{ranks.size} ranks cannot meet: this torch was built without torch.distributed")
-    options = {"backend": backend, "rank": ranks.rank, "world_size": ranks.size, **options}
-    if "store" not in options and "init_method" not in options:
-        options["init_method"] = _meeting_point(ranks)
-    dist.init_process_group(**options)
-    atexit.register(_let_gloo_finish)  # also where a script ends without leave_world
-
-
-def _meeting_point(ranks: Ranks) -> str:
-    if ranks.launcher == "torchrun" and ranks.main_address is not None and ranks.main_port is not None:
-        return "env://"  # torchrun's agent may already hold the store there, which torch knows
-    if ranks.main_address is None and ranks.local_size < ranks.size:
-        raise WorldError(
-            f"{ranks.size} ranks on several machines cannot find each other: "
-            "set MASTER_ADDR to the host name of rank 0"
-        )
-    port = DEFAULT_PORT if ranks.main_port is None else ranks.main_port
-    return f"tcp://{ranks.main_address or '127.0.0.1'}:{port}"
