@@ -1,4 +1,4 @@
-"""Write the generated pages of docs/ and check every relative link: `hatch run docs`, or `hatch run docs --check` to only compare."""
+"""Write the generated pages of docs/, check every relative link and that every file is explained: `hatch run docs`, or with `--check` to only compare."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import is_dataclass
+from pathlib import Path
 
-from workspace import ROOT, packages
+from workspace import ROOT, Package, packages
 
 LINK = re.compile(r"(?<!\!)\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
 COLUMNS = ("option", "environment", "type", "default", "meaning")  # no command takes their flags yet
@@ -32,7 +33,7 @@ def main() -> None:
         if not arguments.check:
             path.write_text(text)
     problems = [f"docs/{name} is out of date: run `hatch run docs`" for name in stale if arguments.check]
-    problems += list(broken_links())
+    problems += [*broken_links(), *unexplained_files()]
     for problem in problems:
         print(problem)
     print(f"{len(pages())} generated pages, {len(stale)} {'out of date' if arguments.check else 'written'}")
@@ -73,12 +74,27 @@ def option_classes() -> list[type]:
     return [WatchOptions] + [c for c in named if isinstance(c, type) and is_dataclass(c) and options_of(c)]
 
 
+def unexplained_files() -> Iterator[str]:
+    """Modules that neither the file map of docs/architecture.md nor their package's own pages name."""
+    file_map = (ROOT / "docs" / "architecture.md").read_text()
+    for package in packages():
+        known = set(re.findall(r"\w+", file_map + "".join(page.read_text() for page in own_pages(package))))
+        for path in sorted((package.folder / "src").glob("*/*.py")):
+            if not path.stem.startswith("__") and path.stem not in known:
+                yield f"{path.relative_to(ROOT)}: no page says what it is; name it in docs/architecture.md or its package's README or DESIGN"
+
+
+def own_pages(package: Package) -> list[Path]:
+    """The hand-written pages beside a package."""
+    return [page for name in ("README.md", "DESIGN.md") if (page := package.folder / name).exists()]
+
+
 def broken_links() -> Iterator[str]:
     """Relative links of the hand-written pages that lead nowhere."""
     files = [
         ROOT / "README.md",
         *sorted((ROOT / "docs").rglob("*.md")),
-        *(p.folder / "README.md" for p in packages()),
+        *(page for package in packages() for page in own_pages(package)),
     ]
     for path in files:
         for target in LINK.findall(path.read_text()):
