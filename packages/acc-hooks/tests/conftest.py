@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 from torch import nn
 
 from acc_hooks import AlignDevicesHook, ModelHook, add_hook_to_module, attach_align_device_hook
+from acc_ops.fake_accelerator import FakeAcceleratorUnavailable, fake_accelerator
+
+settings.register_profile("wide", max_examples=3000)  # of test_state_machine.py
 
 sys.path.insert(0, str(Path(__file__).parent))  # hooks_slow_store.py, which several test files share
 pytest.register_assert_rewrite("hooks_slow_store")
@@ -94,6 +98,16 @@ class Writable(ReadOnly):
         self._state[name] = value.detach().clone()
 
 
+@pytest.fixture(scope="session")
+def needs_fake_accelerator() -> None:
+    """Skips the test, with the reason, where there can be no fake accelerator."""
+    try:
+        with fake_accelerator():
+            pass
+    except FakeAcceleratorUnavailable as reason:
+        pytest.skip(str(reason))
+
+
 @pytest.fixture
 def read_only() -> type[ReadOnly]:
     return ReadOnly
@@ -162,6 +176,7 @@ def x() -> torch.Tensor:
 def _no_leftover_forward() -> Any:
     """Every test must end with this thread outside of any forward."""
     yield
-    from acc_hooks import inputs
+    from acc_hooks import borrowing, inputs
 
     assert inputs._forward.copies is None
+    assert not borrowing.is_converting()

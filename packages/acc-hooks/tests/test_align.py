@@ -103,7 +103,9 @@ def test_a_mask_given_to_every_layer_travels_once():
 
 
 def test_a_module_without_tensors_can_be_aligned():
-    add_hook_to_module(nn.ReLU(), AlignDevicesHook(execution_device="cpu", offload=True))(torch.ones(1))
+    module = add_hook_to_module(nn.ReLU(), AlignDevicesHook(execution_device="cpu", offload=True))
+    assert torch.equal(module(torch.tensor([-1.0, 2.0])), torch.tensor([0.0, 2.0]))
+    assert module.state_dict() == {}
 
 
 # --- weights that stay -------------------------------------------------------------------------------------------

@@ -377,3 +377,23 @@ def test_the_work_grows_with_the_number_of_modules_and_no_faster():
         return count_calls(lambda: attach_align_device_hook_on_blocks(model, blocks, False))
 
     assert calls(1600) < 9 * calls(200)
+
+
+def test_offloading_without_a_device_to_run_on_is_refused(net):
+    model = net()
+    with pytest.raises(ValueError, match="give an execution_device"):
+        attach_align_device_hook(model, offload=True)
+    assert not any(tensor.is_meta for tensor in model.parameters())
+
+
+def test_an_entry_that_the_map_lacks_is_named_as_the_map_names_it(net):
+    model = net()
+    weights = {name: value for name, value in model.state_dict().items() if name != "0.bias"}
+    with pytest.raises(ValueError, match=r"has no entry '0.bias'"):
+        attach_align_device_hook(model, execution_device="cpu", offload=True, weights_map=weights)
+
+
+def test_a_lazy_module_is_refused_until_it_has_a_shape():
+    model = nn.Sequential(nn.LazyLinear(4))
+    with pytest.raises(ValueError, match=r"0.weight has no shape yet"):
+        attach_align_device_hook(model, execution_device="cpu", offload=True)

@@ -262,10 +262,9 @@ def test_a_hooked_layer_in_a_hooked_module_is_cast_once(attached, removed, x):
     casts = []
 
     class Counting(LayerwiseCastingHook):
-        def _lend(self, module):
-            lent = super()._lend(module)
-            casts.extend(name for _, name in lent[0])
-            return lent
+        def _make_ready(self, module):
+            super()._make_ready(module)
+            casts.extend(name for _, name in self._loan.parameters)
 
     model = nn.Sequential(nn.Linear(4, 4)).requires_grad_(False)
     expected = copy.deepcopy(model).to(torch.bfloat16).to(torch.float32)(x)
@@ -302,3 +301,40 @@ def test_a_layer_itself_can_be_given():
     layer = nn.Linear(2, 2)
     attach(layer)
     assert layer.weight.dtype == torch.float8_e4m3fn
+
+
+# --- what a tensor was before --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("removed", [(0, 1), (1, 0)])
+def test_layers_that_share_a_weight_get_back_its_dtype(removed, x):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).requires_grad_(False)
+    model[1].weight = model[0].weight
+    attach(model)
+    expected = model(x)
+    for index in removed:
+        remove_hook_from_module(model[index])
+        torch.testing.assert_close(model(x), expected)
+    assert model[0].weight is model[1].weight
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_a_hook_that_is_attached_is_refused_elsewhere_until_it_is_removed():
+    hook = LayerwiseCastingHook(torch.bfloat16, torch.float32, False)
+    one, other = add_hook_to_module(nn.Linear(2, 2), hook), nn.Linear(2, 2).half()
+    with pytest.raises(ValueError, match="one hook for each module"):
+        add_hook_to_module(other, hook)
+    assert other.weight.dtype == torch.float16
+    assert attached_hook(other) is None
+    remove_hook_from_module(one)
+    add_hook_to_module(other, hook)
+    remove_hook_from_module(other)
+    assert other.weight.dtype == torch.float16
+
+
+def test_buffers_offloaded_after_casting_get_their_dtype_back():
+    norm = nn.BatchNorm1d(4)
+    add_hook_to_module(norm, LayerwiseCastingHook(torch.bfloat16, torch.float32, False))
+    add_hook_to_module(norm, AlignDevicesHook("cpu", offload=True, offload_buffers=True), append=True)
+    remove_hook_from_module(norm)
+    assert norm.weight.dtype == norm.running_mean.dtype == torch.float32

@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def fake():
+def fake(needs_fake_accelerator):
     with fake_accelerator(count=2) as fake:
         yield fake
 

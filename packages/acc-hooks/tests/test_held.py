@@ -8,7 +8,9 @@ from torch import nn
 
 from acc_hooks import (
     AlignDevicesHook,
+    OffloadedWeightError,
     add_hook_to_module,
+    align_module_device,
     attach_align_device_hook,
     remove_hook_from_module,
 )
@@ -70,3 +72,32 @@ def test_a_weight_deleted_while_offloaded_is_not_missed(x, offload):
     del layer.bias
     layer.bias = torch.zeros(4)
     assert layer(x).shape == (2, 4)
+
+
+@pytest.mark.parametrize("keep", ["writable", "read_only"])
+def test_a_change_is_seen_though_the_map_has_another_dtype(keep, request):
+    kind = request.getfixturevalue(keep)
+    layer = nn.Linear(2, 2).requires_grad_(False)
+    weights = kind({name: value.bfloat16() for name, value in layer.state_dict().items()})
+    add_hook_to_module(layer, AlignDevicesHook("cpu", offload=True, weights_map=weights))
+    with align_module_device(layer):
+        pass  # nothing changed: nothing is written
+    if keep == "read_only":
+        with pytest.raises(OffloadedWeightError, match="read-only"), align_module_device(layer):
+            layer.weight.data.fill_(7.0)
+        return
+    with align_module_device(layer):
+        layer.weight.data.fill_(7.0)
+    assert (layer.state_dict()["weight"] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_running_statistics_go_home_to_a_map_of_another_dtype(dtype):
+    norm, plain = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+    weights = {k: v.to(dtype) if v.is_floating_point() else v for k, v in norm.state_dict().items()}
+    hook = AlignDevicesHook("cpu", offload=True, offload_buffers=True, weights_map=weights)
+    add_hook_to_module(norm.requires_grad_(False), hook)
+    x = torch.randn(8, 4) + 5
+    for _ in range(3):
+        norm(x), plain(x)
+    assert torch.equal(norm.state_dict()["running_mean"], plain.running_mean)

@@ -169,11 +169,23 @@ def test_removing_from_a_module_without_a_hook_does_nothing(recorder):
     assert type(layer) is nn.Linear
 
 
-def test_removing_takes_the_overrides_of_moving_methods_along():
-    layer = add_hook_to_module(nn.Linear(4, 4), ModelHook())
-    layer.to = layer.cuda = lambda *_: None
+def test_removing_takes_along_what_overrides_moving_methods_since_the_hook_is_there():
+    layer = nn.Linear(4, 4)
+    layer.to_empty = layer.cuda = mine = lambda *_: None
+    add_hook_to_module(layer, ModelHook())
+    add_hook_to_module(layer, ModelHook(), append=True)
+    layer.to = layer.xpu = lambda *_: None
     remove_hook_from_module(layer)
-    assert not {"to", "cuda"} & set(layer.__dict__)
+    assert not {"to", "xpu"} & set(layer.__dict__)
+    assert layer.to_empty is layer.cuda is mine
+
+
+def test_a_module_without_a_hook_keeps_what_overrides_its_moving_methods():
+    layer = nn.Linear(4, 4)
+    layer.to = layer.cuda = lambda *_: None
+    before = dict(layer.__dict__)
+    remove_hook_from_module(layer, recurse=True)
+    assert layer.__dict__ == before
 
 
 def test_removal_can_descend(recorder):

@@ -25,12 +25,13 @@ def test_holds_are_counted_and_the_last_one_lets_go():
     tensors.take(layer, ["weight", "bias"], weights)
     placeholder = layer.weight
     assert placeholder.is_meta
-    tensors.hold(layer, weights, CPU)
-    tensors.hold(layer, weights, CPU)
+    tensors.hold(layer, weights, CPU, holder="one")
+    tensors.hold(layer, weights, CPU, holder="two")
     assert tensors.device_in_use == CPU
-    tensors.let_go(layer, weights)
+    tensors.let_go(layer, weights, holder="two")
+    tensors.let_go(layer, weights, holder="two")  # it has
     assert not layer.weight.is_meta
-    tensors.let_go(layer, weights)
+    tensors.let_go(layer, weights, holder="one")
     assert layer.weight is placeholder
     assert tensors.device_in_use is None
 
@@ -40,11 +41,11 @@ def test_a_hold_by_hand_ends_with_the_next_forward():
     weights = dict(layer.state_dict())
     tensors = OffloadedTensors(Residents(), "")
     tensors.take(layer, ["weight"], weights)
-    tensors.hold(layer, weights, CPU, counted=False)
     tensors.hold(layer, weights, CPU)
-    tensors.let_go(layer, weights)
+    tensors.hold(layer, weights, CPU, holder="one")
+    tensors.let_go(layer, weights, holder="one")
     assert layer.weight.is_meta
-    tensors.let_go(layer, weights, counted=False)
+    tensors.let_go(layer, weights)
     assert layer.weight.is_meta
 
 

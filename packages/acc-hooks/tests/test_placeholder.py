@@ -5,7 +5,9 @@ import torch
 from torch import nn
 
 from acc_hooks import (
+    AlignDevicesHook,
     OffloadedWeightError,
+    add_hook_to_module,
     align_module_device,
     remove_hook_from_module,
 )
@@ -117,3 +119,53 @@ def test_gradients_of_a_functional_call_are_those_of_the_given_weights(x, net, o
     batched = {name: torch.stack([value, value * 2]) for name, value in given.items()}
     torch.testing.assert_close(torch.vmap(loss)(batched)[0], loss(given))
     assert is_placeholder(model[0].weight)
+
+
+def _norm(**options):
+    norm = nn.BatchNorm1d(4).requires_grad_(False).eval()
+    hook = AlignDevicesHook("cpu", offload=True, offload_buffers=True, **options)
+    return add_hook_to_module(norm, hook)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda buffer: buffer.add_(2.0),
+        lambda buffer: buffer.__setitem__(slice(None), 2.0),
+        lambda buffer: buffer.copy_(torch.full((4,), 2.0)),
+        lambda buffer: buffer.data.fill_(2.0),
+    ],
+)
+def test_writing_to_a_buffer_after_a_change_of_dtype_is_kept(write):
+    norm = _norm()
+    before = norm.running_mean
+    norm.double()
+    assert norm.running_mean is before
+    write(norm.running_mean)
+    assert torch.equal(norm.state_dict()["running_mean"], torch.full((4,), 2.0, dtype=torch.float64))
+    assert norm(torch.full((1, 4), 2.0, dtype=torch.float64)).abs().max() == 0
+
+
+def test_the_state_dict_has_the_new_dtype_before_the_next_forward():
+    assert _norm().half().state_dict()["running_var"].dtype == torch.float16
+
+
+def test_writing_to_a_parameter_that_a_conversion_has_replaced_is_kept(offload):
+    layer = offload(nn.Linear(4, 4).requires_grad_(False))
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        layer.double()
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+    layer.weight.zero_()
+    assert layer.state_dict()["weight"].abs().max() == 0
+    layer.bias.zero_()
+    assert layer(torch.ones(1, 4, dtype=torch.float64)).abs().max() == 0
+
+
+def test_moving_a_weight_to_its_own_device_is_no_move(offload):
+    layer = offload(nn.Linear(4, 4).requires_grad_(False))
+    assert layer.weight.to(layer.weight.device) is layer.weight
+    assert layer.weight.to(layer.weight) is layer.weight
+    as_double = layer.weight.to(layer.weight.device, torch.float64)
+    assert torch.equal(as_double.float(), layer.state_dict()["weight"])

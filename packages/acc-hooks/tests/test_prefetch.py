@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from hooks_slow_store import Net, Silent, Store, expected, offloaded, prefetcher_of
+from hooks_slow_store import PATIENCE_S, Net, Silent, Store, expected, offloaded, prefetcher_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -181,3 +181,38 @@ def test_what_a_map_that_says_nothing_takes_is_measured(x, seconds, is_ahead):
     net.meanwhile(lambda number: number == 4 or not is_ahead or store.wait_for_layer(number + 1))
     net(x)
     assert bool(store.read_by(True)) is is_ahead
+
+
+# --- what goes wrong elsewhere -----------------------------------------------------------------------------------
+
+
+def test_an_error_that_our_thread_alone_meets_once_ends_nothing(x, caplog):
+    net, store = offloaded()
+
+    def meanwhile(number):
+        if number in (0, 2):
+            assert prefetcher_of(net)._jobs[number + 1]._ended.wait(PATIENCE_S)
+        store.fails = set()
+
+    net.meanwhile(meanwhile)
+    for _ in range(3):  # more often than in a row
+        store.reads.clear()
+        store.fails = {"layers.1.weight"}
+        torch.testing.assert_close(net(x), expected(net, store, x))
+        assert 1 in store.read_by(False)
+        assert 3 in store.read_by(True)
+    assert caplog.records == []
+
+
+def test_a_map_that_cannot_say_whether_a_later_layer_is_at_hand_does_not_break_this_one(x, caplog):
+    class Unsure(Store):
+        def is_at_hand(self, name):
+            if name.startswith("layers.1"):
+                raise OSError("disk gone")
+            return False
+
+    net, store = offloaded(kind=Unsure)
+    for _ in range(2):
+        torch.testing.assert_close(net(x), expected(net, store, x))
+    (record,) = caplog.records
+    assert "is_at_hand('layers.1.weight') of a Unsure raised OSError: disk gone" in record.getMessage()

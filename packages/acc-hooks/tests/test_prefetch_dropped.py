@@ -204,8 +204,8 @@ def test_a_map_for_one_thread_only_is_read_by_that_thread(x, caplog):
     store.at_each_read = only_here
 
     def meanwhile(number):
-        if number == 0:  # our thread must have tried by then
-            assert prefetcher_of(net)._jobs[1]._ended.wait(PATIENCE_S)
+        if number < 2:  # our thread must have tried by then
+            assert prefetcher_of(net)._jobs[number + 1]._ended.wait(PATIENCE_S)
 
     net.meanwhile(meanwhile)
     with caplog.at_level(logging.WARNING):

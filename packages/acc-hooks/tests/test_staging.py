@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import sys
 import threading
 
 import pytest
@@ -11,11 +10,9 @@ from acc_hooks import attach_align_device_hook, attached_hook, remove_hook_from_
 from acc_hooks.staging import side_stream
 from acc_ops.fake_accelerator import fake_accelerator
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the fake accelerator needs Linux or macOS")
-
 
 @pytest.fixture
-def fake():
+def fake(needs_fake_accelerator):
     with fake_accelerator(total_bytes=2**20) as fake:
         yield fake
 

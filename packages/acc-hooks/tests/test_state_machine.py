@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from hooks_interrupts import interrupt_at
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -31,6 +32,8 @@ from acc_hooks import (
     remove_hook_from_module,
     set_module_tensor_to_device,
 )
+
+WIDE_EXAMPLES = 3000  # of the profile "wide", see conftest.py
 
 # --- the modules: all map (2, 4) to (2, 4), and raise what `fails` says ---------------------------------------------
 
@@ -273,6 +276,11 @@ class Hooking(RuleBasedStateMachine):
             self.module(self._input())
         del self.module.fails
 
+    @precondition(lambda self: self.kind is not Block and not has_offloaded_params(self.module))
+    @rule(event=st.integers(0, 150))
+    def interrupt_a_call_anywhere(self, event: int) -> None:
+        interrupt_at(event, lambda: self.module(self._input()))
+
     @precondition(lambda self: self._doubling() is not None)
     @rule(error=errors, where=st.sampled_from(["pre", "post"]))
     def fail_in_a_hook(self, error: type[BaseException], where: str) -> None:
@@ -329,6 +337,24 @@ class Hooking(RuleBasedStateMachine):
             new = torch.full((4,), value)
             set_module_tensor_to_device(self.module, "bias", "cpu", value=new)
             set_module_tensor_to_device(self.plain, "bias", "cpu", value=new.clone())
+
+    @rule(value=exact, name=st.sampled_from(["weight", "bias", "shift"]))
+    def write_in_place(self, value: float, name: str) -> None:
+        for module in (self.module, self.plain):
+            tensor = getattr(module, name, None)
+            if isinstance(tensor, torch.Tensor):  # the bias of an LSTM is a flag
+                with torch.no_grad():
+                    tensor[..., 0] = value
+
+    @precondition(lambda self: not any(self._casts(hook) for hook in self.chain))
+    @rule(value=exact)
+    def change_the_dtype_and_back(self, value: float) -> None:
+        self.module.double()
+        assert {v.dtype for v in self.module.state_dict().values() if v.is_floating_point()} <= {
+            torch.float64
+        }
+        self.write_in_place(value, "shift")
+        self.module.float()
 
     # what copies it
 
@@ -409,6 +435,9 @@ class Hooking(RuleBasedStateMachine):
             for hook in iterate_hooks(attached)
         )
 
+    def _casts(self, hook: ModelHook) -> bool:
+        return any(isinstance(inner, LayerwiseCastingHook) for inner in iterate_hooks(hook))
+
     def _doubling(self) -> Doubles | None:
         hooks = (hook for attached in self.chain for hook in iterate_hooks(attached))
         return next((hook for hook in hooks if isinstance(hook, Doubles)), None)
@@ -421,8 +450,12 @@ class Hooking(RuleBasedStateMachine):
         return self.plain(x + count) * 2**count
 
 
+# The same examples each time. A wider search, at random: pytest --hypothesis-profile=wide packages/acc-hooks
+IS_WIDE = settings.default.max_examples == WIDE_EXAMPLES
 Hooking.TestCase.settings = settings(
-    max_examples=150,
+    max_examples=WIDE_EXAMPLES if IS_WIDE else 150,
+    derandomize=not IS_WIDE,
+    database=None,
     stateful_step_count=15,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

@@ -199,3 +199,8 @@ def test_a_recurrent_module_computes_with_the_new_weights():
         set_module_tensor_to_device(lstm, name, "cpu", value=torch.zeros_like(parameter))
     assert before.any()
     assert not lstm(x)[0].any()
+
+
+def test_a_value_that_is_no_tensor_is_refused():
+    with pytest.raises(TypeError, match=r"must be a torch.Tensor, got 5.0"):
+        set_module_tensor_to_device(nn.Linear(2, 2), "weight", "cpu", value=5.0)

@@ -92,9 +92,14 @@ def test_reading_from_a_read_only_store_is_no_change(offload, read_only):
     layer = nn.Linear(4, 4)
     with torch.no_grad():
         layer.weight[0, 0] = float("nan")
-    offload(layer, weights_map=read_only(layer.state_dict()))
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    weights = read_only(before)
+    offload(layer, weights_map=weights)
     with align_module_device(layer):
-        layer.weight.sum()
+        assert layer.weight.sum().isnan()
+    for name, value in before.items():
+        torch.testing.assert_close(weights[name], value, equal_nan=True)
+    assert layer.weight.is_meta
 
 
 def test_an_exception_inside_of_the_context_leaves_the_module_offloaded(offload):
@@ -122,3 +127,21 @@ def test_two_devices_at_once_are_refused(offload):
             with align_module_device(layer, "meta"):
                 pass
     assert layer.weight.device == META
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_a_child_of_a_block_that_is_loaded_whole_has_its_weights_in_a_visit(device, offloaded, writable):
+    model = nn.Sequential(nn.MultiheadAttention(4, 2)).requires_grad_(False)
+    expected = model[0].out_proj.weight.clone()
+    weights = writable(model.state_dict())
+    offloaded(model, weights_map=weights)
+    child = model[0].out_proj
+    placeholder = child.weight
+    with align_module_device(child, device):
+        assert torch.equal(child.weight, expected)
+        assert type(child.weight) is nn.Parameter
+        child.weight.data.fill_(7.0)
+        child.bias = nn.Parameter(torch.full((4,), 3.0), requires_grad=False)
+    assert child.weight is placeholder
+    assert (weights["0.out_proj.weight"] == 7).all()
+    assert (weights["0.out_proj.bias"] == 3).all()

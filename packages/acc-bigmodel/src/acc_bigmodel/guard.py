@@ -32,6 +32,8 @@ class GuardedMove:
     It holds the model weakly, so that deleting the model frees it, and follows it through copies and pickles.
     """
 
+    goes_with_hooks = True  # acc_hooks.remove_hook_from_module takes it away
+
     def __init__(self, model: nn.Module, method: str) -> None:
         self._model = weakref.ref(model)
         self._method = method

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from acc_hooks.calling import Use
+from acc_hooks.elsewhere import bring_home, fill_state_dict
 from acc_hooks.fetching import Wanted
 from acc_hooks.homes import differs, outside_inference_mode, read_home
 from acc_hooks.hook import ModelHook, attached_hook
-from acc_hooks.inputs import are_on, begin_forward, bring_back, end_forward, move
+from acc_hooks.inputs import are_on, bring_back, move
 from acc_hooks.offloaded import OffloadedTensors
 from acc_hooks.origin import Loan, OffloadedWeightError, refuse_twice
 from acc_hooks.placeholder import is_placeholder
@@ -91,6 +94,7 @@ class AlignDevicesHook(ModelHook, own_calls=True):
     def init_hook(self, module: nn.Module) -> nn.Module:
         if module._modules:
             self._is_above = True
+        bring_home(module)
         if self._offloaded is not None:
             raise ValueError(
                 f"this hook already offloads the weights of {self._path or 'a module'}; make one hook for each module"
@@ -108,11 +112,11 @@ class AlignDevicesHook(ModelHook, own_calls=True):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self.io_same_device:
             self.input_device = self._input_device(args, kwargs)
-        self._hold(module, counted=False)
+        self._hold(module)
         return self._move_inputs(args, kwargs)
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        self._let_go(module, counted=False)
+        self._let_go(module)
         return bring_back(output, self.input_device, self.skip_keys) if self.io_same_device else output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
@@ -132,39 +136,39 @@ class AlignDevicesHook(ModelHook, own_calls=True):
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
         if self._is_overridden:
-            args, kwargs = self.pre_forward(module, *args, **kwargs)
-            return args, kwargs, None
-        outermost = begin_forward()
-        try:
-            input_device = self._input_device(args, kwargs) if self.io_same_device else None
-            self._hold(module, counted=True)
             try:
-                args, kwargs = self._move_inputs(args, kwargs)
+                args, kwargs = self._call_pre_forward(module, args, kwargs)
             except BaseException:
-                self._let_go(module, counted=True)
+                self._abort(module, None)
                 raise
+            return args, kwargs, None
+        use = Use()
+        try:
+            use.begin()
+            if self.io_same_device:
+                use.input_device = self._input_device(args, kwargs)
+            self._hold_for(use, module)
+            args, kwargs = self._move_inputs(args, kwargs)
         except BaseException:
-            if outermost:
-                end_forward()
+            use.end()
             raise
-        return args, kwargs, (outermost, input_device)
+        return args, kwargs, use
 
     def _leave(self, module: nn.Module, output: Any, token: Any) -> Any:
         if token is None:
-            return self.post_forward(module, output)
-        input_device = token[1]
-        self._abort(module, token)
-        return bring_back(output, input_device, self.skip_keys)
+            try:
+                return self.post_forward(module, output)
+            except BaseException:
+                self._abort(module, None)
+                raise
+        token.end()
+        return bring_back(output, token.input_device, self.skip_keys)
 
     def _abort(self, module: nn.Module, token: Any) -> None:
         if token is None:
-            self._let_go(module, counted=False)
-            return
-        try:
-            self._let_go(module, counted=True)
-        finally:
-            if token[0]:
-                end_forward()
+            self._let_go(module)
+        else:
+            token.end()
 
     def _input_device(self, args: Any, kwargs: Any) -> torch.device | None:
         """Where the output goes; an offloaded weight counts as being where it is computed with."""
@@ -179,31 +183,52 @@ class AlignDevicesHook(ModelHook, own_calls=True):
             return args, kwargs
         return move(args, device), move(kwargs, device, self.skip_keys)
 
-    def _hold(self, module: nn.Module, counted: bool, device: torch.device | None = None) -> None:
+    def _hold_for(
+        self, use: Use, module: nn.Module, device: torch.device | None = None, compare: bool = False
+    ) -> None:
         if self._offloaded is not None:
-            if is_exporting():
-                raise OffloadedWeightError(
-                    f"the weights of {self._path or type(module).__name__} are offloaded, and an exported program holds its "
-                    "weights: call remove_hook_from_module(model, recurse=True) before torch.export"
-                )
+            self._refuse_export(module)
+            use.hold(
+                lambda key: self._hold(module, key, device), lambda key: self._let_go(module, key, compare)
+            )
+
+    def _hold(
+        self, module: nn.Module, holder: object | None = None, device: torch.device | None = None
+    ) -> None:
+        if self._offloaded is not None:
+            self._refuse_export(module)
             weights_map, ties = self._map(), self.tied_params_map
             device = device or self._running_device(module)
-            untraced(self._offloaded.hold, module, weights_map, device, ties, counted)
+            untraced(self._offloaded.hold, module, weights_map, device, ties, holder)
 
-    def _let_go(self, module: nn.Module, counted: bool, compare: bool = False) -> None:
+    def _let_go(self, module: nn.Module, holder: object | None = None, compare: bool = False) -> None:
         if self._offloaded is not None:
-            untraced(self._offloaded.let_go, module, self._map(), self.tied_params_map, counted, compare)
+            untraced(self._offloaded.let_go, module, self._map(), self.tied_params_map, holder, compare)
+
+    def _refuse_export(self, module: nn.Module) -> None:
+        if is_exporting():
+            raise OffloadedWeightError(
+                f"the weights of {self._path or type(module).__name__} are offloaded, and an exported program holds its "
+                "weights: call remove_hook_from_module(model, recurse=True) before torch.export"
+            )
 
     def _holds_weights(self) -> bool:
         return self._offloaded is not None
 
     @contextlib.contextmanager
-    def _around_call(self, module: nn.Module) -> Iterator[None]:
-        self._hold(module, counted=True)
+    def _visit(
+        self, module: nn.Module, device: torch.device | None = None, compare: bool = False
+    ) -> Iterator[None]:
+        """Real weights for a block of code; `compare` finds changes made by `.data` too."""
+        use = Use()
         try:
+            self._hold_for(use, module, device, compare)
             yield
         finally:
-            self._let_go(module, counted=True)
+            use.end()
+
+    def _around_call(self, module: nn.Module) -> AbstractContextManager[None]:
+        return self._visit(module)
 
     def _held_placeholders(self) -> dict[int, Tensor]:
         return {} if self._offloaded is None else self._offloaded.held_placeholders()
@@ -338,22 +363,17 @@ class AlignDevicesHook(ModelHook, own_calls=True):
     def _fill_state_dict(self, module: nn.Module, destination: dict[str, Any], prefix: str) -> None:  # noqa: ARG002
         if self._offloaded is not None:
             self._offloaded.fill(destination, prefix, self._map())
+        fill_state_dict(destination, prefix)  # weights that somebody put under another name, or tied
 
     @contextlib.contextmanager
     def _loading_state_dict(
         self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str
     ) -> Iterator[None]:
-        if self._offloaded is None:
+        if self._offloaded is None or not self._offloaded.wants(state_dict, prefix):
             yield
             return
-        if not self._offloaded.wants(state_dict, prefix):
+        with self._visit(module, self._offloaded.device_in_use or torch.device("cpu")):
             yield
-            return
-        self._hold(module, counted=True, device=self._offloaded.device_in_use or torch.device("cpu"))
-        try:
-            yield
-        finally:
-            self._let_go(module, counted=True)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "tied_params_map": None}  # its addresses mean nothing to a copy

@@ -204,6 +204,10 @@ def _attach_to_block(
 def _attach_to_all(
     module: nn.Module, path: str, device: DeviceLike | None, offload: bool, options: _Options
 ) -> None:
+    if offload and device is None:
+        raise ValueError(
+            f"{path or type(module).__name__} is to be offloaded and there is no device to run on: give an execution_device"
+        )
     for name, submodule, is_last in _walk(module, path, options, offload):
         preload = is_last and offload
         if id(submodule) not in options.seen and (

@@ -9,13 +9,15 @@
 
 A real tensor is kept until the outermost hooked forward of the thread ends, so that several uses read the weights map once;
 all of them together are at most `_KEPT` times as large as the largest of them, so that a forward which looks at every weight
-does not hold the model. Where no hooked forward runs it is kept for the operation.
+does not hold the model, and none where memory is short. Where no hooked forward runs it is kept for the operation.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -27,10 +29,15 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from acc_hooks.inputs import at_end_of_forward
 from acc_hooks.origin import Loan, Origin, Recipe, RefuseGradient, origin_of, refuse_orphan
+from acc_hooks.together import call_all
 
 MakeView = Callable[[Tensor, Recipe], Tensor]
 
-_KEPT = 8
+_KEPT = 2  # a layer and the one after it, as prefetch.py
+
+
+class _Conversion:
+    """Of a module, to another dtype or device."""
 
 
 class _Thread(threading.local):
@@ -39,7 +46,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         # id of a placeholder -> it and its loan, least recently used first
         self.kept: OrderedDict[int, tuple[Tensor, Loan]] = OrderedDict()
-        self.is_converting = False
+        self.conversion: Callable[[], _Conversion | None] = lambda: None  # the one that is going on
 
 
 _thread = _Thread()
@@ -75,6 +82,13 @@ def address(placeholder: Tensor) -> int:
         return real.data_ptr()
 
 
+def drop_kept() -> bool:
+    """Memory is short: let go of what is kept for later; whether that was anything."""
+    had_some = bool(_thread.kept)
+    _drop_kept()
+    return had_some
+
+
 def forget(placeholder: Tensor) -> None:
     """Its value is another one from now on: do not keep the old one, and let everybody see that it was written to."""
     torch.autograd.graph.increment_version(placeholder)
@@ -86,16 +100,17 @@ def forget(placeholder: Tensor) -> None:
 @contextlib.contextmanager
 def converting() -> Iterator[None]:
     """Around the conversion of a module: what would take its offloaded weights out of their map is refused."""
-    before, _thread.is_converting = _thread.is_converting, True
+    conversion = _Conversion()  # is freed with this frame, so that an interrupt anywhere ends it
+    before, _thread.conversion = _thread.conversion, weakref.ref(conversion)
     try:
         yield
     finally:
-        _thread.is_converting = before
+        _thread.conversion = before
 
 
 def is_converting() -> bool:
     """Whether this thread is inside `converting`."""
-    return _thread.is_converting
+    return _thread.conversion() is not None
 
 
 @contextlib.contextmanager
@@ -138,9 +153,7 @@ class _Borrowed:
 
     def give_back(self) -> None:
         """The operation is over: changes go home, what need not be kept is dropped."""
-        with contextlib.ExitStack() as stack:
-            for key, loan in self._loans.items():
-                stack.callback(_give_back, key, loan)
+        call_all([functools.partial(_give_back, key, loan) for key, loan in self._loans.items()])
 
     def without_views(self, result: Any, recipe: Recipe, make_view: MakeView) -> Any:
         """`result` with placeholders for the weights and for views of them."""
@@ -189,7 +202,16 @@ class _Borrowed:
                 if found.can_be_kept:
                     _keep(placeholder, found)
                 return found
+        if origin.settled is not None:
+            with _outside_transforms():
+                tensor = origin.settled()
+            if not tensor.is_meta:
+                return Loan(tensor=tensor, settle=_nothing, end=_nothing, can_be_kept=False)
         raise refuse_orphan(origin.name)
+
+
+def _nothing() -> None:
+    """A tensor that stays needs no care of ours."""
 
 
 def _give_back(key: int, loan: Loan) -> None:

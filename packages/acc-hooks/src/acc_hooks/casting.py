@@ -1,23 +1,21 @@
-"""Weights stored in a small dtype and cast for each forward.
-
-[Note: how a cast is lent]
-During a forward the cast copies lie in the module's instance dictionary, where attribute access finds them before the
-parameters. `_parameters`, `parameters()` and `state_dict()` show the stored weights throughout, and a gradient flows
-through the cast to the stored parameter. A lock counts the forwards of one module, so that threads share one copy.
-"""
+"""Weights stored in a small dtype and cast for each forward; see lending.py for how."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import re
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from types import GeneratorType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from acc_hooks.borrowing import converting
 from acc_hooks.hook import ModelHook, add_hook_to_module, attached_hook, iterate_hooks
+from acc_hooks.lending import CastLoan, LentBuffer, LentParameters, lend, take_back
 
 SUPPORTED_CLASSES = (
     nn.Conv1d,
@@ -28,6 +26,10 @@ SUPPORTED_CLASSES = (
     nn.ConvTranspose3d,
     nn.Linear,
 )
+
+_original_dtype = (
+    WeakTensorKeyDictionary()
+)  # of each tensor that is stored small, before the first hook that does so
 
 
 class LayerwiseCastingHook(ModelHook, own_calls=True):
@@ -46,16 +48,28 @@ class LayerwiseCastingHook(ModelHook, own_calls=True):
         self.non_blocking = non_blocking
         self._original_dtypes: dict[str, torch.dtype] = {}
         self._converts = False
-        self._loan = _Loan()
+        self._is_attached = False
+        self._loan = CastLoan()
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        self._original_dtypes = {name: tensor.dtype for name, _, _, tensor in _floating(module)}
+        if self._is_attached:
+            raise ValueError(
+                f"this casting hook is attached already, and was given to a {type(module).__name__}, too: make one hook "
+                "for each module"
+            )
+        self._original_dtypes = {
+            name: _original_dtype.get(tensor, tensor.dtype) for name, _, _, tensor in _floating(module)
+        }
         for path, hook in _casting_hooks(module):  # what they found is what the module had
             found = {_joined(path, name): dtype for name, dtype in hook._original_dtypes.items()}
             self._original_dtypes.update(found)
         # recurrent modules keep a second list of their weights, in which lent copies would stay
         self._converts = any(isinstance(below, nn.RNNBase) for below in module.modules())
-        return module.to(self.storage_dtype, non_blocking=self.non_blocking)
+        module = module.to(self.storage_dtype, non_blocking=self.non_blocking)
+        for name, _, _, tensor in _floating(module):
+            _original_dtype[tensor] = self._original_dtypes.get(name, tensor.dtype)
+        self._is_attached = True
+        return module
 
     def pre_forward(
         self, module: nn.Module, *args: Any, **kwargs: Any
@@ -69,6 +83,7 @@ class LayerwiseCastingHook(ModelHook, own_calls=True):
 
     @converting()
     def detach_hook(self, module: nn.Module) -> nn.Module:
+        self._is_attached = False
         stays: set[str] = set()  # what a hook of a module below goes on storing, and gives back later
         for path, hook in _casting_hooks(module):
             if path:
@@ -77,8 +92,11 @@ class LayerwiseCastingHook(ModelHook, own_calls=True):
                     stays.add(full)
                     hook._original_dtypes[name] = self._original_dtypes.get(full, hook._original_dtypes[name])
         for name, owner, leaf, tensor in _floating(module):
+            if name in stays:
+                continue
+            _original_dtype.pop(tensor, None)
             dtype = self._original_dtypes.get(name, tensor.dtype)
-            if tensor.dtype == dtype or name in stays:
+            if tensor.dtype == dtype:
                 continue
             if isinstance(tensor, nn.Parameter):
                 gradient, tensor.grad = tensor.grad, None
@@ -89,25 +107,29 @@ class LayerwiseCastingHook(ModelHook, own_calls=True):
         return module
 
     def _run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self._converts or self._is_overridden or self.no_grad or torch.compiler.is_compiling():
+        if self._is_overridden or self.no_grad or torch.compiler.is_compiling():
             return super()._run(module, forward, args, kwargs)
-        if not self._begin_forward(module):
-            return super()._run(module, forward, args, kwargs)
+        use = self._loan.use(self._make_ready, module, self.storage_dtype)
         try:
-            return forward(module, *args, **kwargs)
+            next(use)
+            output = forward(module, *args, **kwargs)
         finally:
-            self._end_forward()
+            use.close()
+        return self._steps(module, output) if type(output) is GeneratorType else output
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-        if not self._converts and not self._is_overridden:
-            if torch.compiler.is_compiling():  # a lock cannot be traced, and one thread traces
-                lent = self._lend(module)
-                if lent is not None:
+        if not self._is_overridden:
+            if not torch.compiler.is_compiling():
+                use = self._loan.use(self._make_ready, module, self.storage_dtype)
+                next(use)
+                return args, kwargs, use
+            if not self._converts:  # a lock cannot be traced, and one thread traces
+                lent: _Lent = ([], [])
+                if lend(module, self.storage_dtype, self.compute_dtype, *lent):
                     return args, kwargs, lent
-            elif self._begin_forward(module):
-                return args, kwargs, _COUNTED
+                take_back(*lent, self.storage_dtype)
         try:
-            args, kwargs = self.pre_forward(module, *args, **kwargs)
+            args, kwargs = self._call_pre_forward(module, args, kwargs)
         except BaseException:
             self.post_forward(module, None)
             raise
@@ -117,90 +139,71 @@ class LayerwiseCastingHook(ModelHook, own_calls=True):
         if token is None:
             return self.post_forward(module, output)
         self._abort(module, token)
+        if type(output) is GeneratorType and type(token) is GeneratorType:
+            return self._steps(module, output)
         return output
 
     def _abort(self, module: nn.Module, token: Any) -> None:
-        if token is _COUNTED:
-            self._end_forward()
-        elif token is None:
+        if token is None:
             self.post_forward(module, None)
+        elif type(token) is tuple:
+            take_back(token[0], token[1], self.storage_dtype)
         else:
-            self._take_back(token)
+            token.close()
 
-    def _begin_forward(self, module: nn.Module) -> bool:
-        """One more forward uses the lent copies; False if they cannot be lent."""
-        loan = self._loan
-        with loan.lock:
-            if loan.forwards == 0:
-                loan.lent = self._lend(module)
-            if loan.lent is None:
-                return False
-            loan.forwards += 1
-            return True
+    def _is_around_call(self) -> bool:
+        return True
 
-    def _end_forward(self) -> None:
-        loan = self._loan
-        with loan.lock:
-            loan.forwards -= 1
-            if loan.forwards == 0 and loan.lent is not None:
-                lent, loan.lent = loan.lent, None
-                self._take_back(lent)
+    @contextlib.contextmanager
+    def _around_call(self, module: nn.Module) -> Iterator[None]:
+        if self._is_overridden or torch.compiler.is_compiling():
+            yield
+            return
+        use = self._loan.use(self._make_ready, module, self.storage_dtype)
+        try:
+            next(use)
+            yield
+        finally:
+            use.close()
 
-    def _lend(self, module: nn.Module) -> _Lent | None:
-        """Put cast copies where attribute access finds them first; None, and nothing done, if a weight has no value now."""
-        storage, compute = self.storage_dtype, self.compute_dtype
-        cast = _SHORT_CASTS.get(compute) or (lambda tensor: tensor.to(compute))
-        is_recording = torch.is_grad_enabled()
-        parameters: list[tuple[dict[str, Any], str]] = []
-        buffers: list[_LentBuffer] = []
-        for owner in module.modules() if module._modules else (module,):
-            names = owner.__dict__
-            for leaf, stored in owner._parameters.items():
-                if stored is None or (dtype := stored.dtype) is compute or leaf in names:
-                    continue
-                if dtype is not storage and not dtype.is_floating_point:
-                    continue
-                if stored.is_meta:  # another hook of this module brings it later
-                    self._take_back((parameters, buffers))
-                    return None
-                if is_recording or not stored.requires_grad:
-                    names[leaf] = cast(stored)
-                else:
-                    with (
-                        torch.enable_grad()
-                    ):  # another thread's forward may share the copy, and want its gradient
-                        names[leaf] = cast(stored)
-                parameters.append((names, leaf))
-            for leaf, buffer in owner._buffers.items():
-                if buffer is None or (dtype := buffer.dtype) is compute or leaf in names:
-                    continue
-                if dtype is not storage and not dtype.is_floating_point:
-                    continue
-                names[leaf] = copy = cast(buffer)
-                buffers.append((owner, leaf, buffer, copy, 0 if copy.is_inference() else copy._version))
-        return parameters, buffers
+    def _steps(self, module: nn.Module, steps: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+        """What a forward that is a generator yields: each of its steps has the cast weights."""
+        step: Callable[[], Any] = functools.partial(next, steps)
+        while True:
+            with self._around_call(module):
+                try:
+                    item = step()
+                except StopIteration as end:
+                    return end.value
+            try:
+                step = functools.partial(steps.send, (yield item))
+            except GeneratorExit:
+                steps.close()
+                raise
+            except BaseException as error:  # noqa: BLE001 - thrown into the generator, which answers it
+                step = functools.partial(steps.throw, error)
 
-    def _take_back(self, lent: _Lent) -> None:
-        parameters, buffers = lent
-        for names, leaf in parameters:
-            names.pop(leaf, None)  # it is gone if the forward assigned a parameter
-        for owner, leaf, stored, copy, version in buffers:
-            owner.__dict__.pop(leaf, None)
-            if owner._buffers.get(leaf) is not stored:  # the forward assigned another one
-                current = owner._buffers.get(leaf)
-                if current is not None:
-                    owner._buffers[leaf] = current.to(self.storage_dtype)
-            elif owner.training or copy.is_inference() or copy._version != version:
-                # the forward may have written into it; running statistics are written without being counted
-                with torch.no_grad():
-                    stored.copy_(copy)
+    def _make_ready(self, module: nn.Module) -> None:
+        """Lend, or convert the module where that cannot be."""
+        loan, attached = self._loan, attached_hook(module)
+        # offloaded weights of the module are here as long as their casts
+        if attached is not None and attached is not self:
+            for hook in iterate_hooks(attached):
+                if hook._holds_weights():
+                    loan.hold(hook._around_call(module))
+        if not self._converts:
+            if lend(module, self.storage_dtype, self.compute_dtype, loan.parameters, loan.buffers):
+                return
+            take_back(loan.parameters, loan.buffers, self.storage_dtype)  # a module below has no weights now
+        loan.convert_back = functools.partial(module.to, self.storage_dtype, non_blocking=self.non_blocking)
+        module.to(self.compute_dtype, non_blocking=self.non_blocking)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_loan"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._loan = _Loan()
+        self._loan = CastLoan()
 
 
 def attach_layerwise_casting_hooks(
@@ -241,29 +244,7 @@ def attach_layerwise_casting_hooks(
             add_hook_to_module(layer, hook, append=True)
 
 
-_LentBuffer = tuple[nn.Module, str, Tensor, Tensor, int]  # owner, name, stored, its copy, the copy's version
-_Lent = tuple[list[tuple[dict[str, Any], str]], list[_LentBuffer]]  # parameters: instance dictionary, name
-_COUNTED = object()
-
-
-class _Loan:
-    """What is lent now, and to how many forwards; not on the hook, where setting an attribute asks for a new plan."""
-
-    __slots__ = ("forwards", "lent", "lock")
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.forwards = 0
-        self.lent: _Lent | None = None
-
-
-# half the cost of `.to(dtype)`
-_SHORT_CASTS: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
-    torch.float64: torch.Tensor.double,
-    torch.float32: torch.Tensor.float,
-    torch.float16: torch.Tensor.half,
-    torch.bfloat16: torch.Tensor.bfloat16,
-}
+_Lent = tuple[LentParameters, list[LentBuffer]]
 
 
 def _casting_hooks(module: nn.Module) -> Iterator[tuple[str, LayerwiseCastingHook]]:

@@ -14,14 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from acc_hooks.origin import origin_of, root_of, stored_form
+from acc_hooks.origin import is_settled, origin_of, root_of, stored_form
 from acc_hooks.placeholder import attributes_of, kind_of, make_placeholder
 
 
 def again(tensor: Any) -> Any:
-    """What is stored for `tensor` so that it comes back as a placeholder; a view of one and anything else is itself."""
+    """What is stored for `tensor` so that it comes back as a placeholder; anything else is itself.
+
+    So are a view of one, and one whose hook was removed: they are stored as their values.
+    """
     origin = origin_of(tensor)
-    if origin is None or root_of(tensor) is None:
+    if origin is None or root_of(tensor) is None or is_settled(tensor):
         return tensor
     if origin.stored is None:
         origin.stored = _Again()

@@ -31,6 +31,21 @@ class Fetched:
     staged: Tensor | None = None  # a copy of it on the device
 
 
+class _Thread(threading.local):
+    reads_ahead = False
+
+
+_thread = _Thread()
+
+
+def refuse_ahead(name: str) -> None:
+    """Raises RuntimeError where a map that is read by our thread uses the model: the layer, which may have it, waits for us."""
+    if _thread.reads_ahead:
+        raise RuntimeError(
+            f"the weights map used {name} of its own model while weights were fetched ahead, in another thread"
+        )
+
+
 class Job:
     """One layer's weights: read by our thread, or dropped before."""
 
@@ -62,12 +77,14 @@ class Job:
         """In our thread."""
         if self._is_dropped or not self.claim():
             return
+        _thread.reads_ahead = True
         try:
             with torch.no_grad():
                 self._read()
         except BaseException as error:  # noqa: BLE001 - the layer reads again, in its own thread, and raises
             self.error = error.with_traceback(None)
         finally:
+            _thread.reads_ahead = False
             self._ended.set()
 
     def result(self, weights_map: Mapping[str, Tensor], device: torch.device) -> dict[str, Fetched]:

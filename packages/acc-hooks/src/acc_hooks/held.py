@@ -12,6 +12,7 @@ from acc_hooks.borrowing import real_value
 from acc_hooks.homes import differs, same_memory, version_of
 from acc_hooks.origin import OffloadedWeightError
 from acc_hooks.placeholder import is_of_another, is_placeholder
+from acc_hooks.tensors import is_plain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +20,7 @@ class Held:
     tensor: Tensor
     version: int | None  # None: inference tensors do not count their changes
     value: Tensor  # what the weights map gave, or the guest
+    tie: str | None = None  # whose counted copy it is
     pointer: int | None = None  # our entry in tied_params_map, to be dropped again
     is_guest: bool = False  # `value` is what the module held in the place of the placeholder
 
@@ -32,6 +34,8 @@ class Held:
         if read is None or self.tensor.is_meta or self.value.is_meta:
             return False
         home = read() if same_memory(self.tensor, self.value) else self.value  # else a change is in both
+        if is_plain(self.tensor) and is_plain(home):
+            home = home.to(self.tensor.dtype)  # as the fetch did
         return not same_memory(self.tensor, home) and differs(self.tensor, home)
 
 

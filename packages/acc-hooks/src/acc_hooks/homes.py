@@ -9,18 +9,25 @@ import torch
 from torch import Tensor
 
 from acc_hooks.origin import OffloadedWeightError
-from acc_hooks.prefixed import PrefixedDataset, innermost, is_writable
+from acc_hooks.prefixed import PrefixedDataset, home_of, innermost, is_writable
 from acc_hooks.tensors import is_plain
 
 
 def read_home(weights_map: Mapping[str, Tensor], name: str, full: str) -> Tensor:
-    """The value of `name`; OffloadedWeightError, with the `full` name, if the map has none."""
+    """The value of `name`; OffloadedWeightError, with the `full` name, if the map has no tensor for it."""
+    home, key = home_of(weights_map, name)
     try:
-        return weights_map[name]
+        value: object = weights_map[name]
     except KeyError:
         raise OffloadedWeightError(
-            f"{full} is offloaded and its weights map ({type(innermost(weights_map)).__name__}) has no entry {name!r}"
+            f"{full} is offloaded and its weights map ({type(home).__name__}) has no entry {key!r}"
         ) from None
+    if not isinstance(value, Tensor):
+        raise OffloadedWeightError(
+            f"{full} is offloaded and its weights map ({type(home).__name__}) gave an object of the type "
+            f"{type(value).__name__} for {key!r}: a weights map gives a torch.Tensor, or raises KeyError"
+        )
+    return value
 
 
 def write_home(

@@ -21,18 +21,25 @@ as much as everything else that the fast path does.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from acc_hooks import hooked
+from acc_hooks.elsewhere import bring_home
 from acc_hooks.inputs import are_on
+from acc_hooks.together import call_all
 from acc_ops.devices import known_kinds
 
 _CALLS = ("pre_forward", "post_forward")
+
+# what a module that is hooked now had in its instance dictionary of methods that move it
+_own_moves = WeakIdKeyDictionary()
 
 
 class ModelHook:
@@ -109,8 +116,26 @@ class ModelHook:
         return self._leave(module, output, token)
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-        args, kwargs = self.pre_forward(module, *args, **kwargs)
+        args, kwargs = self._call_pre_forward(module, args, kwargs)
         return args, kwargs, None
+
+    def _call_pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        result: Any = self.pre_forward(module, *args, **kwargs)
+        if (
+            type(result) is tuple
+            and len(result) == 2
+            and type(result[0]) is tuple
+            and type(result[1]) is dict
+        ):
+            return result
+        if isinstance(result, (tuple, list)) and len(result) == 2:
+            args, kwargs = result
+            if isinstance(args, Iterable) and not isinstance(args, Tensor) and isinstance(kwargs, Mapping):
+                return args, kwargs
+        raise TypeError(
+            f"{type(self).__name__}.pre_forward must return the arguments of the forward as a tuple and a dict, and "
+            f"returned {_described(result)}: end it with `return args, kwargs`"
+        )
 
     def _leave(self, module: nn.Module, output: Any, token: Any) -> Any:  # noqa: ARG002
         return self.post_forward(module, output)
@@ -124,6 +149,10 @@ class ModelHook:
     def _holds_weights(self) -> bool:
         """Whether the module's weights are there only while it runs."""
         return False
+
+    def _is_around_call(self) -> bool:
+        """Whether the module's whole call is in `_around_call` if it has forward hooks of torch."""
+        return self._holds_weights()
 
     def _around_call(self, module: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG002
         """What is around the module's whole call, its forward hooks included, if it has such hooks."""
@@ -167,7 +196,7 @@ class SequentialHook(ModelHook, own_calls=True):
         self, module: nn.Module, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         for hook in self.hooks:
-            args, kwargs = hook.pre_forward(module, *args, **kwargs)
+            args, kwargs = hook._call_pre_forward(module, args, kwargs)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
@@ -200,7 +229,11 @@ class SequentialHook(ModelHook, own_calls=True):
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
         if self._is_overridden:
-            return super()._enter(module, args, kwargs)
+            try:
+                return super()._enter(module, args, kwargs)
+            except BaseException:
+                self._abort(module, None)
+                raise
         entered: list[tuple[ModelHook, Any]] = []
         try:
             for hook in self.hooks:
@@ -214,7 +247,11 @@ class SequentialHook(ModelHook, own_calls=True):
 
     def _leave(self, module: nn.Module, output: Any, token: Any) -> Any:
         if token is None:
-            return super()._leave(module, output, token)
+            try:
+                return super()._leave(module, output, token)
+            except BaseException:
+                self._abort(module, None)
+                raise
         left = 0
         try:
             for hook, own_token in token:
@@ -226,14 +263,18 @@ class SequentialHook(ModelHook, own_calls=True):
         return output
 
     def _abort(self, module: nn.Module, token: Any) -> None:
-        for hook, own_token in token or ():
-            hook._abort(module, own_token)
+        if token is None:  # somebody's own pre_forward, which called some of theirs
+            token = [(hook, None) for hook in self.hooks]
+        call_all([functools.partial(hook._abort, module, own_token) for hook, own_token in token])
 
     def _wants_no_grad(self) -> bool:
         return self.no_grad or any(hook._wants_no_grad() for hook in self.hooks)
 
     def _holds_weights(self) -> bool:
         return any(hook._holds_weights() for hook in self.hooks)
+
+    def _is_around_call(self) -> bool:
+        return any(hook._is_around_call() for hook in self.hooks)
 
     @contextlib.contextmanager
     def _around_call(self, module: nn.Module) -> Iterator[None]:
@@ -275,6 +316,8 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     module = _same(hook.init_hook(module), hook, "init_hook")
     if attached is not None and append:
         hook = SequentialHook(attached, hook)
+    elif attached is None:
+        _own_moves[module] = [name for name in _moving_methods() if name in module.__dict__]
     hooked.wrap(module, hook)
     return module
 
@@ -282,17 +325,21 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
     """Detach the hook of `module`, if any, and leave its class and instance dictionary as before; returns the module.
 
+    Methods that move it (`to`, `cuda`, ...) and were put on the instance while it was hooked, or by dispatching, go too.
     `recurse` does the same for every module below.
     """
-    moving = ("to", "to_empty", *known_kinds())
+    moving = _moving_methods()
     for submodule in list(module.modules()) if recurse else [module]:
         attached = attached_hook(submodule)
         if attached is not None:
             attached.detach_hook(submodule)
         hooked.unwrap(submodule)
-        for name in moving:  # overrides that dispatching puts on a model's instance
-            if callable(submodule.__dict__.get(name)):
+        kept = moving if attached is None else _own_moves.pop(submodule, ())
+        for name in moving:
+            move = submodule.__dict__.get(name)
+            if callable(move) and (name not in kept or getattr(move, "goes_with_hooks", False)):
                 del submodule.__dict__[name]
+    bring_home(module)
     return module
 
 
@@ -313,6 +360,21 @@ def iterate_hooks(hook: ModelHook | None) -> Iterator[ModelHook]:
             yield from iterate_hooks(inner)
     elif hook is not None:
         yield hook
+
+
+def _moving_methods() -> tuple[str, ...]:
+    return ("to", "to_empty", *known_kinds())
+
+
+def _described(result: Any) -> str:
+    if isinstance(result, (tuple, list)):
+        kinds = ", ".join(type(part).__name__ for part in result)
+        return (
+            f"a {type(result).__name__} of {len(result)} ({kinds})"
+            if kinds
+            else f"an empty {type(result).__name__}"
+        )
+    return "None" if result is None else f"a {type(result).__name__}"
 
 
 def _same(module: nn.Module, hook: ModelHook, method: str) -> nn.Module:

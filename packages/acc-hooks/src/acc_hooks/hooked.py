@@ -22,7 +22,7 @@ import functools
 import inspect
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,9 +62,20 @@ class Hooked(nn.Module):
     def _old_forward(self) -> None:
         """Code that unhooks by hand deletes it; there is nothing stored to delete."""
 
+    def __prepare_scriptable__(self) -> Any:
+        """torch.jit.script asks for what it compiles; it does not know varargs, nor hooks."""
+        raise RuntimeError(
+            f"{type(self).__name__} has a hook, and torch.jit.script cannot compile hooks: call "
+            "remove_hook_from_module(model, recurse=True) first, or use torch.jit.trace"
+        )
+
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
         _specialise(self)
+        for child in self._modules.values():  # copied by code that is not ours
+            for below in child.modules() if child is not None else ():
+                for name in _casts(below.__dict__):
+                    del below.__dict__[name]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced = super().__reduce_ex__(protocol)
@@ -77,7 +88,7 @@ class Hooked(nn.Module):
         below = placeholders_below(self, lambda child: HOOK in child.__dict__)
         hook = self.__dict__.get(HOOK)
         if hook is not None and rest and isinstance(rest[0], dict):
-            rest[0] = without_placeholders(rest[0], hook._held_placeholders())
+            rest[0] = without_placeholders(_without_casts(rest[0]), hook._held_placeholders())
         return (
             _rebuild_hooked,
             (base if rebuild is top else rebuild, arguments, isinstance(self, HookedAndHeld), below),
@@ -89,7 +100,8 @@ class Hooked(nn.Module):
         if below is not None:
             return below()
         new = type(self).__new__(type(self))
-        new.__setstate__(dict(self.__dict__))
+        super(Hooked, new).__setstate__(_without_casts(dict(self.__dict__)))
+        _specialise(new)
         return new
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -110,7 +122,7 @@ class Hooked(nn.Module):
 
 
 class HookedAndHeld(Hooked):
-    """What a module whose weights are there only while it runs has besides: its forward hooks find them too."""
+    """What a module whose weights are there, or in their dtype, only while it runs has besides: torch's hooks find them too."""
 
     __slots__ = ()
 
@@ -130,7 +142,7 @@ class HookedAndHeld(Hooked):
 
 def wrap(module: nn.Module, hook: ModelHook) -> None:
     """Make `module` run `hook` around its forward; a module that is wrapped already only gets the new hook."""
-    is_held = hook._holds_weights()
+    is_held = hook._is_around_call()
     top = type(module).__dict__
     if not is_wrapped(module):
         if "forward" in module.__dict__:
@@ -180,7 +192,7 @@ def forward_below(module: nn.Module) -> Callable[..., Any]:
     base = next(
         cls.__dict__["_hooked_base"] for cls in type(module).__mro__ if "_hooked_base" in cls.__dict__
     )
-    return types.MethodType(base.forward, module)
+    return types.MethodType(_owner_of_forward(base).forward, module)
 
 
 def _swap_class(module: nn.Module, is_held: bool) -> None:
@@ -210,6 +222,17 @@ def _specialise(module: nn.Module) -> None:
     base = type(module).__dict__.get("_hooked_base")
     if own is not None and base is not None:
         module.__class__ = _new_hooked_class(base, own, _mixin(isinstance(module, HookedAndHeld)))
+
+
+def _casts(state: Mapping[str, Any]) -> set[str]:
+    """Names of cast copies that a casting hook lent for a call: what lies before a parameter or buffer in the dictionary."""
+    tensors = {**(state.get("_parameters") or {}), **(state.get("_buffers") or {})}
+    return tensors.keys() & state.keys()
+
+
+def _without_casts(state: dict[str, Any]) -> dict[str, Any]:
+    casts = _casts(state)
+    return {name: value for name, value in state.items() if name not in casts} if casts else state
 
 
 def _mixin(is_held: bool) -> type[Hooked]:
@@ -256,13 +279,25 @@ def _new_hooked_class(base: Any, own_forward: Callable[..., Any] | None, mixin: 
 
 
 def _owner_of_forward(base: Any) -> Any:
-    """What has the forward of `base` as a function: `base`, unless only its instances know it (scripted modules)."""
-    if callable(inspect.getattr_static(base, "forward", None)):
+    """What has the forward of `base` as a function of the module: `base`, unless it is of another kind there.
+
+    Only the instances of scripted modules know theirs; a static method, a property or an object is no function of the module.
+    """
+    static = inspect.getattr_static(base, "forward", None)
+    bind = getattr(type(static), "__get__", None)
+    if callable(static) and bind is not None and bind(static, None, base) is static:
         return base
 
     def forward(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return self.__getattr__("forward")(*args, **kwargs)
+        if static is None:
+            return self.__getattr__("forward")(*args, **kwargs)
+        return (static if bind is None else bind(static, self, base))(*args, **kwargs)
 
+    shown: Any = getattr(base, "forward", None)
+    if isinstance(static, functools.partialmethod):
+        functools.update_wrapper(forward, shown)
+    elif callable(shown):
+        _look_like(forward, shown)
     return types.SimpleNamespace(forward=forward)
 
 

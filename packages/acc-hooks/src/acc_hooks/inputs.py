@@ -7,7 +7,6 @@ can let go of something at the end of that forward.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from acc_hooks.together import call_all
 from acc_ops.tree import recursively_apply, send_to_device
 
 # as arguments they are on every device
@@ -38,10 +38,15 @@ _forward = _Forward()
 
 def begin_forward() -> bool:
     """Start to remember copies unless an outer forward of this thread does; True asks for `end_forward`."""
-    if torch.compiler.is_compiling() or _forward.copies is not None:
+    if runs_forward():
         return False
     _forward.copies = {}
     return True
+
+
+def runs_forward() -> bool:
+    """Whether a hooked forward runs in this thread, or nobody may ask because torch.compile traces."""
+    return torch.compiler.is_compiling() or _forward.copies is not None
 
 
 def end_forward() -> None:
@@ -51,9 +56,7 @@ def end_forward() -> None:
     if copies:
         copies.clear()  # its weak references refer to it: a cycle would keep the copies on the device
     if at_end:
-        with contextlib.ExitStack() as stack:  # all of them, whatever one raises
-            for call in at_end:
-                stack.callback(call)
+        call_all(at_end)
 
 
 def at_end_of_forward(call: Callable[[], None]) -> bool:

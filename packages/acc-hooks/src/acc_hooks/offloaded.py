@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import weakref
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -20,13 +21,22 @@ import torch
 from torch import Tensor, nn
 
 from acc_hooks.copying import again
-from acc_hooks.fetching import Fetched, Wanted
-from acc_hooks.held import Held, host, is_guest, see_off
+from acc_hooks.elsewhere import settle
+from acc_hooks.fetching import Fetched, Wanted, refuse_ahead
+from acc_hooks.held import Held
+from acc_hooks.holding import Holding, current_tensor
 from acc_hooks.homes import add_statistics, outside_inference_mode
-from acc_hooks.origin import Loan, OffloadedWeightError, Source, refuse_twice
-from acc_hooks.placeholder import add_source, copy_flag, is_placeholder, kind_of, stand_in, without_class
+from acc_hooks.origin import Loan, OffloadedWeightError, Source, refuse_twice, root_of
+from acc_hooks.placeholder import (
+    add_source,
+    is_of_another,
+    is_placeholder,
+    kind_of,
+    stand_in,
+    without_class,
+)
 from acc_hooks.prefetch import Layer, Prefetcher
-from acc_hooks.prefixed import lacks
+from acc_hooks.prefixed import home_of, lacks
 from acc_hooks.resident import Residents
 from acc_hooks.tensors import TiedParams, get_tensor, is_plain, new_like, owner_of, place, put_tensor
 from acc_hooks.values import META, Slot, Values
@@ -39,18 +49,18 @@ class Answering(Source, Layer, Protocol):
 class OffloadedTensors:
     """Placeholders in, real tensors in for the time of a `hold`, real tensors back for good.
 
-    Holds are counted under a lock: a module that runs in two threads, or inside itself, is loaded once and let go by the
-    last. A hold with `counted=False` is the hand-made kind (`pre_forward` called by hand): the next `let_go` ends it.
+    Holders are counted under a lock: a module that runs in two threads, or inside itself, is loaded once and let go by the
+    last. A hold without a `holder` is the hand-made kind (`pre_forward` called by hand): the next `let_go` ends it.
     """
 
     def __init__(self, residents: Residents, path: str, prefetcher: Prefetcher | None = None) -> None:
         self._prefetcher = Prefetcher(0) if prefetcher is None else prefetcher
         self._values = Values(residents, path, self._prefetcher)
         self._number: int | None = None  # what the prefetcher calls this module
+        self._source: weakref.ref[Answering] | None = None
         self._slots: dict[str, Slot] = {}
-        self._device: torch.device | None = None
-        self._held: dict[str, Held]
-        self._holds: int
+        self._holding: Holding
+        self._holders: set[int]  # ids of those that are counted
         self._lock: AbstractContextManager[Any]
         self._forget_holds()
 
@@ -68,7 +78,8 @@ class OffloadedTensors:
                 raise refuse_twice(self._values.full(name))
             if tensor is not None and tensor.device.type != "meta" and lacks(weights_map, name):
                 raise ValueError(
-                    f"{self._values.full(name)} cannot be offloaded: the weights map has no entry {name!r}; add it to the map"
+                    f"{self._values.full(name)} cannot be offloaded: the weights map has no entry "
+                    f"{home_of(weights_map, name)[1]!r}; add it to the map"
                 )
         try:
             for name in names:
@@ -82,13 +93,16 @@ class OffloadedTensors:
     def answer_for(self, source: Answering) -> None:
         """Let `source` give and take the values behind the placeholders, and say what to fetch; also after a copy."""
         self._number = self._prefetcher.join(source, self._number)
+        self._source = weakref.ref(source)
         for slot in self._slots.values():
             add_source(slot.placeholder, source)
 
     def held_placeholders(self) -> dict[int, Tensor]:
         """The placeholders of the tensors that are held now, by the tensor's id."""
         with self._lock:
-            held = [(self._slots[name], held) for name, held in self._held.items() if not held.is_guest]
+            held = [
+                (self._slots[name], held) for name, held in self._holding.held.items() if not held.is_guest
+            ]
             return {id(held.tensor): slot.placeholder for slot, held in held}
 
     @outside_inference_mode()
@@ -106,6 +120,7 @@ class OffloadedTensors:
         slot = self._slot_of(placeholder)
         if slot is None:
             return False
+        refuse_ahead(slot.full)
         with self._lock:
             held = self._own_held(slot)
             if held is not None:  # it goes home when the module lets go
@@ -126,6 +141,7 @@ class OffloadedTensors:
         slot = self._slot_of(placeholder)
         if slot is None:
             return None
+        refuse_ahead(slot.full)
         if device is None:
             raise ValueError(
                 f"{slot.full} is offloaded and there is no device to compute on: give its hook an execution_device"
@@ -155,7 +171,7 @@ class OffloadedTensors:
     @property
     def device_in_use(self) -> torch.device | None:
         """Where the tensors are while they are held, else None."""
-        return self._device if self._held else None
+        return self._holding.device if self._holding.held else None
 
     @outside_inference_mode()
     def hold(
@@ -164,19 +180,29 @@ class OffloadedTensors:
         weights_map: Mapping[str, Tensor],
         device: torch.device,
         tied_params_map: TiedParams | None = None,
-        counted: bool = True,
+        holder: object | None = None,
     ) -> None:
         """Put the real tensors on `device` into the module. Nothing stays loaded when it raises."""
+        refuse_ahead(self._values.full(""))
         with self._lock:
-            if self._held and self._device != device:
-                if self._holds:
+            holding = self._holding
+            if not holding.is_complete:  # an interrupt left it so
+                self._put_back(module, weights_map, tied_params_map)
+            elif holding.held and holding.device != device:
+                if self._holders:
                     raise OffloadedWeightError(
-                        f"{self._values.full('')} is in use on {self._device}, its weights cannot be put on {device} now"
+                        f"{self._values.full('')} is in use on {holding.device}, its weights cannot be put on {device} now"
                     )
-                self._put_back(module, weights_map, tied_params_map, compare=False)
-            if not self._held:
-                self._fetch(module, weights_map, device, tied_params_map)
-            self._holds += counted
+                self._put_back(module, weights_map, tied_params_map)
+            if not holding.held:
+                fetched: dict[str, Fetched] = {}
+                if self._number is not None:
+                    fetched = self._prefetcher.take(self._number, weights_map, device)
+                holding.begin(module, self._slots, weights_map, device, tied_params_map, fetched)
+                if self._number is not None:
+                    self._prefetcher.look_ahead(self._number)
+            if holder is not None:
+                self._holders.add(id(holder))
 
     @outside_inference_mode()
     def let_go(
@@ -184,13 +210,14 @@ class OffloadedTensors:
         module: nn.Module,
         weights_map: Mapping[str, Tensor],
         tied_params_map: TiedParams | None = None,
-        counted: bool = True,
+        holder: object | None = None,
         compare: bool = False,
     ) -> None:
         """End a hold; the last one brings the placeholders back and changes home. `compare` finds changes made by `.data` too."""
         with self._lock:
-            self._holds -= counted
-            if self._holds == 0 and self._held:
+            if holder is not None:
+                self._holders.discard(id(holder))
+            if not self._holders and (self._holding.held or not self._holding.is_complete):
                 self._put_back(module, weights_map, tied_params_map, compare)
 
     @outside_inference_mode()
@@ -199,9 +226,8 @@ class OffloadedTensors:
     ) -> None:
         """Put the real tensors back where they were before `take`, as ties again; those taken from meta stay there."""
         with self._lock:
-            self._holds = 0
-            if self._held:
-                self._put_back(module, weights_map, tied_params_map, compare=False)
+            self._holders.clear()
+            self._put_back(module, weights_map, tied_params_map)
             for slot in list(self._slots.values()):
                 self._restore(module, slot, weights_map)
                 if slot.tie is not None:
@@ -213,8 +239,8 @@ class OffloadedTensors:
 
         Without the lock: the prefetcher asks with its own, which is taken inside of ours.
         """
-        slots = [slot for slot in list(self._slots.values()) if slot.name not in self._guests]
-        if self._held or not slots:
+        slots = [slot for slot in list(self._slots.values()) if slot.name not in self._holding.guests]
+        if self._holding.held or not slots:
             return None
         plain = [slot.name for slot in slots if is_plain(slot.placeholder) and slot.tie is None]
         return Wanted(
@@ -228,7 +254,9 @@ class OffloadedTensors:
         """Replace the placeholders in a state dict by the real values, in the placeholder's dtype, where they are kept."""
         for slot in self._slots.values():
             entry = destination.get(prefix + slot.name)
-            if isinstance(entry, Tensor) and entry.device.type == "meta":
+            if not isinstance(entry, Tensor) or not entry.is_meta:
+                continue
+            if not is_placeholder(entry) or root_of(entry) is slot.placeholder:
                 value = self._values.newest(slot, weights_map)
                 destination[prefix + slot.name] = self._values.placed(slot, value, value.device).detach()
 
@@ -255,117 +283,54 @@ class OffloadedTensors:
         )
 
     def _restore(self, module: nn.Module, slot: Slot, weights_map: Mapping[str, Tensor]) -> None:
-        device = slot.original_device
-        owner, leaf = owner_of(module, slot.name)
-        current = _current(owner, leaf)
-        if current is None or not current.is_meta:
-            return
-        if device.type == "meta":
-            if current is slot.placeholder:  # it was offloaded without a value: nothing to bring back
-                put_tensor(owner, leaf, new_like(current, without_class(current)))
-            return
-        value = self._values.read(slot, weights_map)
+        values, device, placeholder = self._values, slot.original_device, slot.placeholder
 
+        @outside_inference_mode()
         def make() -> Tensor:
-            return self._values.placed(slot, value, device)
+            if device.type == "meta":  # it was offloaded without a value
+                return new_like(placeholder, without_class(placeholder))
+            value = values.read(slot, weights_map)
+            if slot.tie is None:
+                return values.placed(slot, value, device)
+            return values.residents.settle(slot.tie, device, lambda: values.placed(slot, value, device))
 
-        new = make() if slot.tie is None else self._values.residents.settle(slot.tie, device, make)
-        put_tensor(owner, leaf, new)
-
-    def _fetch(
-        self,
-        module: nn.Module,
-        weights_map: Mapping[str, Tensor],
-        device: torch.device,
-        tied_params_map: TiedParams | None,
-    ) -> None:
-        self._device = device
-        number = self._number
-        fetched = {} if number is None else self._prefetcher.take(number, weights_map, device)
-        self._guests.clear()
-        try:
-            for slot in self._slots.values():
-                owner, leaf = owner_of(module, slot.name)
-                current = _current(owner, leaf)
-                if current is None:
-                    continue
-                if is_guest(current, slot.placeholder, slot.full):
-                    self._guests.add(slot.name)
-                    self._held[slot.name] = held = host(current, device)
-                    put_tensor(owner, leaf, held.tensor)
-                    continue
-                if current is not slot.placeholder:  # moved, or converted, to another tensor without values
-                    self._values.stand_alone(slot, current)
-                    put_tensor(owner, leaf, slot.placeholder)
-                found = fetched.get(slot.name) or Fetched(value=self._values.read(slot, weights_map))
-                held = self._values.copy(slot, found, device, tied_params_map)
-                self._held[slot.name] = held
-                put_tensor(owner, leaf, held.tensor)
-                add_statistics(held.tensor, slot.name, weights_map, device)
-            if number is not None:
-                self._prefetcher.look_ahead(number)
-        except BaseException:
-            self._put_back(module, weights_map, tied_params_map, compare=False)
-            raise
+        source = None if self._source is None else self._source()
+        owner, leaf = owner_of(module, slot.name)
+        current = current_tensor(owner, leaf)
+        settled = settle(placeholder, source, make)  # for who has the placeholder under another name
+        if current is None or not current.is_meta or is_of_another(current, placeholder):
+            return
+        if device.type != "meta" or current is placeholder:
+            put_tensor(owner, leaf, settled())
 
     def _put_back(
         self,
         module: nn.Module,
         weights_map: Mapping[str, Tensor],
         tied_params_map: TiedParams | None,
-        compare: bool,
+        compare: bool = False,
     ) -> None:
-        held_tensors, self._held = self._held, {}
-        changed: list[tuple[Slot, Tensor, Held | None]] = []
-        for name, held in held_tensors.items():
-            slot = self._slots[name]
-            owner, leaf = owner_of(module, name)
-            current = _current(owner, leaf)
-            if held.is_guest:
-                if current is held.tensor:
-                    put_tensor(owner, leaf, see_off(held, owner.training and leaf in owner._buffers))
-                continue
-            if slot.tie is not None and self._device is not None:
-                self._values.residents.release(slot.tie, self._device)
-            if current is held.tensor:
-                # running statistics are written without being counted
-                look = compare or (owner.training and leaf in owner._buffers)
-                if held.was_changed(
-                    functools.partial(self._values.read, slot, weights_map) if look else None
-                ):
-                    changed.append((slot, current, held))
-                copy_flag(slot.placeholder, current.requires_grad)
-            elif (
-                current is not None and current is not slot.placeholder
-            ):  # replaced: a value of its own from now on
-                changed.append((slot, current, None))
-                self._values.stand_alone(slot, current)
-            put_tensor(owner, leaf, slot.placeholder)
-            if held.pointer is not None and tied_params_map and self._device is not None:
-                tied_params_map.get(held.pointer, {}).pop(self._device, None)
-        for slot, tensor, kept in changed:
-            self._values.keep(slot, tensor, kept, weights_map)
+        self._holding.end(module, self._slots, weights_map, tied_params_map, compare)
 
     def _own_held(self, slot: Slot) -> Held | None:
         """What the module holds of this weight now; None for a guest, too."""
-        held = self._held.get(slot.name)
+        held = self._holding.held.get(slot.name)
         return None if held is None or held.is_guest else held
 
     def _slot_of(self, placeholder: Tensor) -> Slot | None:
         return next((slot for slot in self._slots.values() if slot.placeholder is placeholder), None)
 
     def _forget_holds(self) -> None:
-        self._held = {}
-        self._holds = 0
-        self._guests: set[str] = set()  # names that somebody else's tensors had in the last hold
+        self._holding = Holding(self._values)
+        self._holders = set()
         self._lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
         slots = {
             name: replace(slot, placeholder=again(slot.placeholder)) for name, slot in self._slots.items()
         }
-        kept = {k: v for k, v in self.__dict__.items() if k not in ("_held", "_holds", "_guests", "_lock")}
-        return {**kept, "_slots": slots}
+        kept = {k: v for k, v in self.__dict__.items() if k not in ("_holding", "_holders", "_lock")}
+        return {**kept, "_slots": slots, "_source": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -374,8 +339,3 @@ class OffloadedTensors:
 
 def _nothing() -> None:
     """A tensor that the module holds needs no care of ours."""
-
-
-def _current(owner: nn.Module, leaf: str) -> Tensor | None:
-    """What the module holds, None if somebody deleted it."""
-    return owner._parameters.get(leaf, owner._buffers.get(leaf))

@@ -60,6 +60,7 @@ class Origin:
     recipe: Recipe | None = None
     stored: Any = None  # what is copied and pickled for it, so that it comes back as a placeholder
     refuses_gradient: bool = False  # the placeholder itself does
+    settled: Callable[[], Tensor] | None = None  # gives what the weight became when its hook was removed
 
     def living_sources(self) -> list[Source]:
         return [source for reference in self.sources if (source := reference()) is not None]
@@ -106,6 +107,16 @@ def root_of(placeholder: Tensor) -> Tensor | None:
         placeholder = origin.recipe.args[0]
         origin = origin_of(placeholder)
     return placeholder
+
+
+def is_settled(tensor: Any) -> bool:
+    """Whether this is a placeholder whose hook was removed, or a view of one: it stands for a tensor that stays."""
+    origin = origin_of(tensor)
+    if origin is None:
+        return False
+    if origin.recipe is not None:
+        return any(map(is_settled, (*origin.recipe.args, *origin.recipe.kwargs.values())))
+    return origin.settled is not None and not origin.living_sources()
 
 
 def refuse_call(name: str, call: str) -> OffloadedWeightError:

@@ -29,19 +29,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from acc_hooks.borrowing import address, compute, is_converting, real_value
+from acc_hooks.borrowing import address, compute, forget, is_converting, real_value
 from acc_hooks.origin import (
     ORIGIN,
     Origin,
     Recipe,
     RefuseGradient,
     Source,
+    is_settled,
     origin_of,
     refuse_call,
     refuse_orphan,
     root_of,
     stored_form,
 )
+from acc_hooks.storage import storage_of
 from acc_hooks.untraced import untraced
 from acc_ops.devices import known_kinds
 
@@ -54,7 +56,7 @@ is_sparse is_sparse_csr _version _base _grad _grad_fn _cdata _backward_hooks _po
 size dim ndimension numel nelement element_size stride storage_offset dim_order get_device
 is_contiguous is_floating_point is_complex is_signed is_inference is_same_size is_set_to is_pinned is_shared is_conj
 is_neg is_distributed has_names _is_view _is_zerotensor _has_symbolic_sizes_strides _has_compatible_shallow_copy_type
-untyped_storage storage storage_type _typed_storage requires_grad_ retain_grad register_hook
+storage_type requires_grad_ retain_grad register_hook
 register_post_accumulate_grad_hook detach_ result_type __len__ __hash__ __dir__
 """
 _ANSWERED = frozenset(_ANSWERED_TEXT.split())
@@ -62,6 +64,7 @@ _CONVERSIONS = frozenset({"to", "type", "double", "float", "half", "bfloat16"})
 _MOVES = _CONVERSIONS | {"pin_memory"}  # and the method of each kind of device
 _RESHAPES_TEXT = """
 set_ resize_ resize_as_ share_memory_ t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_ as_strided_ rename_
+storage _typed_storage
 """
 _REFUSED = frozenset([*_RESHAPES_TEXT.split(), "__setstate__"])
 
@@ -98,11 +101,11 @@ class _Placeholder(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         stored = stored_form.of(self)
-        return copy.deepcopy(_value(self) if stored is None else stored, memo)
+        return copy.deepcopy(value_behind(self) if stored is None else stored, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         stored = stored_form.of(self)
-        return _value(self).__reduce_ex__(protocol) if stored is None else (itself, (stored,))
+        return value_behind(self).__reduce_ex__(protocol) if stored is None else (itself, (stored,))
 
 
 def stand_in(
@@ -151,7 +154,29 @@ def is_of_another(tensor: Tensor, placeholder: Tensor) -> bool:
     if not is_placeholder(tensor):
         return False
     root = root_of(tensor)
-    return root is None or (root is not placeholder and bool(_origin(root).living_sources()))
+    if root is None or root is placeholder:
+        return root is None
+    return bool(_origin(root).living_sources()) or is_settled(root)
+
+
+def value_behind(placeholder: Tensor) -> Tensor:
+    """The real value where it is kept; OffloadedWeightError if nobody has it."""
+    recipe = _origin(placeholder).recipe
+    if recipe is not None and recipe.is_whole:
+        value: Tensor = recipe.func(value_behind(recipe.args[0]), *recipe.args[1:], **recipe.kwargs)
+        return (
+            nn.Parameter(value, placeholder.requires_grad) if kind_of(placeholder) is nn.Parameter else value
+        )
+    if recipe is not None:
+        return real_value(placeholder)
+    for source in _origin(placeholder).living_sources():
+        kept = source._value_behind(placeholder)
+        if kept is not None:
+            return kept
+    settled = _origin(placeholder).settled
+    if settled is not None:
+        return settled()
+    raise refuse_orphan(_origin(placeholder).name)
 
 
 def kind_of(tensor: Tensor) -> type[Tensor]:
@@ -208,6 +233,10 @@ def _serve(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     if is_placeholder(first):
         if name == "data_ptr":
             return address(first)
+        if name == "untyped_storage":
+            return storage_of(first)
+        if name == "to" and not is_converting() and _parse_to(args, kwargs)[0] == first.device:
+            return _to_itself(first, _parse_to(args, kwargs)[1])
         if name == "detach" or (name == "data" and len(args) == 1):
             return _converted(first, Recipe(func=Tensor.detach, args=(first,), is_whole=True))
         if name == "data":
@@ -239,7 +268,8 @@ def _call_and_count(operator: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _make_view(real: Tensor, recipe: Recipe) -> Tensor:
-    like = next(arg for arg in _flat(recipe.args) if is_placeholder(arg))
+    given = _flat([*recipe.args, *recipe.kwargs.values()])
+    like = next(value for value in given if is_placeholder(value))
     data = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="meta")
     return stand_in(data.requires_grad_(real.requires_grad), _origin(like).name, like=like, recipe=recipe)
 
@@ -254,8 +284,13 @@ def _convert(placeholder: Tensor, name: str, func: Any, args: Any, kwargs: Any) 
     """Its module is converted: to another dtype it may be."""
     if name not in _CONVERSIONS or not _stays_on_meta(name, args, kwargs):
         raise refuse_call(_name_in(args, kwargs), name)
-    recipe = Recipe(func=func, args=args, kwargs=kwargs, is_whole=True)
-    made = _converted(placeholder, recipe)
+    if _origin(placeholder).recipe is None:  # itself, so that what is written to it later finds its map
+        with _on_meta():
+            data = func(*args, **kwargs)
+        if data.dtype is not placeholder.dtype:
+            _become(placeholder, data)
+        return placeholder
+    made = _converted(placeholder, Recipe(func=func, args=args, kwargs=kwargs, is_whole=True))
     return placeholder if made.dtype is placeholder.dtype else made
 
 
@@ -275,6 +310,7 @@ def _assign(placeholder: Tensor, value: Tensor) -> None:
 
 def _become(placeholder: Tensor, data: Tensor) -> None:
     """Take the shape and dtype of `data`, which is on meta."""
+    forget(placeholder)
     data = data if is_placeholder(data) else stand_in(data, _origin(placeholder).name)
     with _on_meta():
         placeholder.data = data
@@ -283,8 +319,13 @@ def _become(placeholder: Tensor, data: Tensor) -> None:
 def _write(placeholder: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
     with torch.no_grad():
         new = torch.empty(placeholder.shape, dtype=dtype, device=value.device).copy_(value)
-    if not any(source._write_behind(placeholder, new) for source in _origin(placeholder).living_sources()):
-        raise refuse_orphan(_origin(placeholder).name)
+    origin = _origin(placeholder)
+    if any(source._write_behind(placeholder, new) for source in origin.living_sources()):
+        return placeholder
+    if origin.settled is None:
+        raise refuse_orphan(origin.name)
+    with torch.no_grad():
+        origin.settled().copy_(value)
     return placeholder
 
 
@@ -294,23 +335,6 @@ def _refuse_gradient(placeholder: Tensor) -> None:
     if placeholder.requires_grad and placeholder.is_leaf and not origin.refuses_gradient:
         origin.refuses_gradient = True
         placeholder.register_hook(RefuseGradient(origin.name))
-
-
-def _value(placeholder: Tensor) -> Tensor:
-    """The real value where it is kept."""
-    recipe = _origin(placeholder).recipe
-    if recipe is not None and recipe.is_whole:
-        value: Tensor = recipe.func(_value(recipe.args[0]), *recipe.args[1:], **recipe.kwargs)
-        return (
-            nn.Parameter(value, placeholder.requires_grad) if kind_of(placeholder) is nn.Parameter else value
-        )
-    if recipe is not None:
-        return real_value(placeholder)
-    for source in _origin(placeholder).living_sources():
-        kept = source._value_behind(placeholder)
-        if kept is not None:
-            return kept
-    raise refuse_orphan(_origin(placeholder).name)
 
 
 def itself(placeholder: Tensor) -> Tensor:
@@ -329,9 +353,26 @@ def _name_of(func: Any) -> str:
     return func.__self__.__name__ if name in ("__get__", "__set__") else name
 
 
+def _parse_to(args: Any, kwargs: Any) -> tuple[torch.device | None, torch.dtype | None]:
+    """What `tensor.to(...)` is asked for."""
+    kwargs = {name: value for name, value in kwargs.items() if name != "copy"}
+    others = [arg for arg in args[1:] if is_placeholder(arg)]
+    if others:
+        return others[0].device, others[0].dtype
+    device, dtype, *_ = torch._C._nn._parse_to(*args[1:], **kwargs)
+    return device, dtype
+
+
+def _to_itself(placeholder: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """`weight.to(weight.device)`, as code that knows no placeholders says it: it is there; in another dtype it is a value."""
+    if dtype in (None, placeholder.dtype):
+        return placeholder
+    return real_value(placeholder).to(dtype)
+
+
 def _stays_on_meta(name: str, args: Any, kwargs: Any) -> bool:
     if name == "to":
-        device = torch._C._nn._parse_to(*args[1:], **kwargs)[0]
+        device = _parse_to(args, kwargs)[0]
         return device is None or device.type == "meta"
     if name == "type":
         return not (args[1:] or kwargs) or (len(args) > 1 and isinstance(args[1], torch.dtype))

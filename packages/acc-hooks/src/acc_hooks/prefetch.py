@@ -40,6 +40,7 @@ LAYERS_AHEAD = 2
 BYTES_AHEAD = 4 << 30
 WORTH_A_THREAD_S = 0.0005  # handing a layer over to a thread and back takes a tenth of it
 _IDLE_S = 5.0
+_MOST_FAILURES = 2  # one may be bad luck
 
 
 class Layer(Protocol):
@@ -56,8 +57,9 @@ class Prefetcher:
     """
 
     _pid: int
-    _reading: threading.Lock  # of the map
-    _lock: threading.Lock  # of everything below
+    # a signal handler, or the map itself, may use the model while the thread holds them
+    _reading: AbstractContextManager[Any]  # of the map
+    _lock: AbstractContextManager[Any]  # of everything below
     _layers: dict[int, weakref.ref[Layer]]
     _order: LearntOrder
     _forward: int | None  # the thread whose forward is served
@@ -67,6 +69,8 @@ class Prefetcher:
     _last_seconds: float
     _began: float | None  # the layer that reads now
     _failure: tuple[str, BaseException] | None  # of our thread; the layer has not tried yet
+    _failures: int  # of our thread alone, in a row
+    _has_complained: bool  # of the map's `is_at_hand`
     _side_streams: dict[torch.device, SideStream | None]
     _thread: threading.Thread | None
     _queue: queue.SimpleQueue[Job | None]  # to the thread
@@ -120,6 +124,8 @@ class Prefetcher:
         self._began = None  # the layer's own time says nothing about its map
         if job.error is not None:
             self._failure = (type(innermost(weights_map)).__name__, job.error)
+        elif job.seconds is not None:
+            self._failures = 0
         if job.seconds is not None:
             self._note(number, job.seconds)
         return fetched
@@ -136,8 +142,11 @@ class Prefetcher:
                 self._note(number, self._clock() - self._began)
                 self._began = None
             if self._failure is not None:  # and the layer itself could read
-                self._give_up(*self._failure)
-                return
+                failure, self._failure = self._failure, None
+                self._failures += 1
+                if self._failures == _MOST_FAILURES:
+                    self._give_up(*failure)
+                    return
             for next_number in self._order.next_layers(self._layers_ahead):
                 if next_number not in self._jobs and next_number not in self._at_hand:
                     self._fetch(next_number)
@@ -151,9 +160,8 @@ class Prefetcher:
         """A weight changes: drop what was fetched; nothing is being read when this returns."""
         self._look_where_we_are()
         with self._lock:
-            for job in self._jobs.values():
-                job.drop()
-            self._jobs.clear()
+            while self._jobs:
+                self._jobs.popitem()[1].drop()
         with self._reading:  # the thread looks whether its job was dropped before each tensor
             pass
 
@@ -206,12 +214,32 @@ class Prefetcher:
 
     def _is_worth_a_thread(self, number: int, wanted: Wanted) -> bool:
         is_copied = self._side_stream(wanted.device) is not None
-        answers = {_is_here(wanted, name, is_copied) for name in wanted.nbytes}
+        answers = {self._is_here(wanted, name, is_copied) for name in wanted.nbytes}
         if answers <= {True}:
             return False
         if False in answers or is_copied:
             return True
         return self._seconds.get(number, self._last_seconds) >= WORTH_A_THREAD_S
+
+    def _is_here(self, wanted: Wanted, name: str, is_copied: bool) -> bool | None:
+        """Whether nothing would be won by fetching this tensor ahead; None if its map does not say."""
+        home, key = home_of(wanted.weights_map, name)
+        try:
+            answer = is_at_hand(home, key)
+            return answer and (not is_copied or home[key].device == wanted.device)
+        except KeyError:
+            return True  # the layer will say so
+        except Exception as error:  # noqa: BLE001 - the layer that runs now is not the one to fail
+            if not self._has_complained:
+                self._has_complained = True
+                logger.warning(
+                    "is_at_hand(%r) of a %s raised %s: %s; it is measured instead what reading takes",
+                    key,
+                    type(home).__name__,
+                    type(error).__name__,
+                    error,
+                )
+            return None
 
     def _note(self, number: int, seconds: float) -> None:
         if seconds >= WORTH_A_THREAD_S:
@@ -226,9 +254,10 @@ class Prefetcher:
     def _give_up(self, kind: str, error: BaseException) -> None:
         self._layers_ahead = 0
         logger.warning(
-            "weights could not be fetched from a %s by another thread than the model's (%s: %s), and are not fetched ahead "
-            "any more; prefetch=0 says so from the start",
+            "weights could not be fetched from a %s by another thread, %d times in a row, though the model's thread could "
+            "read them at once (%s: %s); they are not fetched ahead any more, prefetch=0 says so from the start",
             kind,
+            _MOST_FAILURES,
             type(error).__name__,
             error,
         )
@@ -242,14 +271,15 @@ class Prefetcher:
 
     def _start_anew(self, layers: Mapping[int, weakref.ref[Layer]] | None = None) -> None:
         self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._reading = threading.Lock()
+        self._lock = threading.RLock()
+        self._reading = threading.RLock()
         self._layers = dict(layers or {})
         self._order = LearntOrder()
         self._order.layers = max(self._layers, default=-1) + 1
         self._forward, self._jobs = None, {}
         self._at_hand, self._seconds, self._last_seconds = {}, {}, 0.0
         self._began, self._failure = None, None
+        self._failures, self._has_complained = 0, False
         self._side_streams = {}
         self._thread, self._queue = None, queue.SimpleQueue()
 
@@ -277,13 +307,3 @@ def _work(jobs: queue.SimpleQueue[Job | None], owner: weakref.ref[Prefetcher]) -
             return
         job.run()
         del job
-
-
-def _is_here(wanted: Wanted, name: str, is_copied: bool) -> bool | None:
-    """Whether nothing would be won by fetching this tensor ahead; None if its map does not say."""
-    home, key = home_of(wanted.weights_map, name)
-    try:
-        answer = is_at_hand(home, key)
-        return answer and (not is_copied or home[key].device == wanted.device)
-    except KeyError:
-        return True  # the layer will say so

@@ -85,7 +85,9 @@ class Residents:
     def release(self, tie: str, device: torch.device) -> None:
         """One user less; the last one frees the copy."""
         with self._lock:
-            entry = self._copies[tie, device]
+            entry = self._copies.get((tie, device))
+            if entry is None:  # an interrupt had it released twice
+                return
             entry[0] -= 1
             if entry[0] == 0:
                 del self._copies[tie, device]

@@ -63,6 +63,10 @@ def set_module_tensor_to_device(
     meta that should get a device and has no value, and a device this machine does not have.
     """
     target = canonical_device(device)
+    if value is not None and not isinstance(value, Tensor):
+        raise TypeError(
+            f"{tensor_name!r}: the value must be a torch.Tensor, got {value!r}; torch.as_tensor makes one of it"
+        )
     owner, name = owner_of(module, tensor_name)
     is_buffer = name in owner._buffers
     old = owner._buffers[name] if is_buffer else owner._parameters.get(name)

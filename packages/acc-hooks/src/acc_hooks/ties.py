@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 
 def tied_groups(module: nn.Module) -> list[list[str]]:
@@ -20,6 +21,11 @@ def group_by_tensor(named: Iterable[tuple[str, Tensor]]) -> list[list[str]]:
     """The groups among (name, tensor) pairs, as `tied_groups` gives them."""
     groups: dict[Hashable, list[str]] = {}
     for name, tensor in named:
+        if is_lazy(tensor):
+            raise ValueError(
+                f"{name} has no shape yet, it belongs to a lazy module: call the model once before it is offloaded or "
+                "given hooks"
+            )
         groups.setdefault(_identity(tensor), []).append(name)
     return [names for names in groups.values() if len(names) > 1]
 

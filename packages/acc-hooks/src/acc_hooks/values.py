@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from acc_hooks.borrowing import forget
+from acc_hooks.borrowing import drop_kept, forget
 from acc_hooks.fetching import Fetched
 from acc_hooks.held import Held
 from acc_hooks.homes import read_home, version_of, write_home, write_others
@@ -79,8 +79,16 @@ class Values:
             if shared is not None and device in shared:
                 return shared[device]
             source = value if found.staged is None else found.staged
-            tensor = self.placed(slot, source.clone() if source.is_inference() else source, device)
+            source = source.clone() if source.is_inference() else source
+            try:
+                tensor = self.placed(slot, source, device)
+            except torch.OutOfMemoryError:
+                if not drop_kept():
+                    raise
+                tensor = self.placed(slot, source, device)
             if tensor.requires_grad:
+                if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+                    tensor = _not_cached_by_autocast(tensor)
                 tensor.register_hook(RefuseGradient(slot.full))
             if shared is not None:
                 shared[device] = tensor
@@ -91,7 +99,7 @@ class Values:
             tensor = make()
         else:
             tensor = self.residents.acquire(slot.tie, device, make, slot.placeholder.dtype)
-        return Held(tensor=tensor, version=version_of(tensor), value=value, pointer=pointer)
+        return Held(tensor=tensor, version=version_of(tensor), value=value, pointer=pointer, tie=slot.tie)
 
     def keep(self, slot: Slot, tensor: Tensor, held: Held | None, weights_map: Mapping[str, Tensor]) -> None:
         """Bring a changed tensor home, under every name of its tie."""
@@ -112,3 +120,14 @@ class Values:
         plain = place(tensor, None, META, name=slot.full)
         like = slot.placeholder if is_placeholder(slot.placeholder) else None
         slot.placeholder = stand_in(plain, slot.full, like=like)
+
+
+def _not_cached_by_autocast(parameter: Tensor) -> Tensor:
+    """The same as a view: autocast keeps its copy of each leaf that wants a gradient and is no view, of every fetch one."""
+    if type(parameter) is not nn.Parameter:
+        return parameter
+    with torch.no_grad():
+        view = parameter.detach().view_as(parameter)
+    view.__class__ = nn.Parameter
+    view.__dict__.update(vars(parameter))
+    return view.requires_grad_()
