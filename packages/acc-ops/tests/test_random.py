@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 import sys
+import time
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from acc_ops import devices
-from acc_ops.random import capture_rng, restore_rng, set_seed
+from acc_ops.random import capture_rng, restore_rng, set_seed, torch_state
 from acc_ops.testing import run_threads
 
 
@@ -213,3 +214,19 @@ def test_what_is_no_mapping_of_states_is_named(state: Any) -> None:
 
 def test_the_module_hides_nothing_of_pythons_random() -> None:
     assert sys.modules["random"] is random
+
+
+def test_one_thread_at_a_time_asks_for_the_state_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch can wait for ever when a second thread asks while the first makes the answer."""
+    inside, most = [], []
+
+    def asked() -> torch.Tensor:
+        inside.append(1)
+        time.sleep(0.005)
+        most.append(len(inside))
+        inside.pop()
+        return torch.zeros(1)
+
+    monkeypatch.setattr(torch, "get_rng_state", asked)
+    run_threads(4, lambda: torch_state())
+    assert most == [1] * 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import random
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -105,11 +106,31 @@ class _Part(NamedTuple):
     restore: Callable[[Any], list[str] | None]  # returns the names of what it could not set
 
 
+def torch_state() -> Tensor:
+    """The state of torch's CPU generator; several threads may ask.
+
+    [Note: two threads and torch's generator] torch makes the tensor of the answer while it holds the generator's mutex. Making it may collect
+    garbage, which lets another thread run; if that one asks, too, it waits for the mutex with the interpreter lock, and both wait for ever
+    (seen once, with ranks as threads, in torch 2.13). So one thread asks at a time.
+    """
+    with _asking:
+        return torch.get_rng_state()
+
+
+def set_torch_state(state: Tensor) -> None:
+    """Put torch's CPU generator where `torch_state` found it."""
+    with _asking:
+        torch.set_rng_state(state.cpu())
+
+
+_asking = threading.RLock()
+
+
 def _parts() -> dict[str, _Part]:
     """What this process has, by name."""
     parts = {
         "python": _Part(random.getstate, _restore_python),
-        "torch": _Part(torch.get_rng_state, lambda state: torch.set_rng_state(state.cpu())),
+        "torch": _Part(torch_state, set_torch_state),
     }
     numpy = sys.modules.get("numpy")
     if numpy is not None:

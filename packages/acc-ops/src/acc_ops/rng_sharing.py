@@ -12,7 +12,7 @@ from acc_ops.collectives import broadcast, chained_operation
 from acc_ops.devices import device_row, is_present
 from acc_ops.enums import RNGType
 from acc_ops.exchange import Call, agree, tried
-from acc_ops.random import generators_of
+from acc_ops.random import generators_of, set_torch_state, torch_state
 from acc_ops.world import World, chosen_world
 
 
@@ -88,7 +88,7 @@ def _source(rng_type: Any, generator: torch.Generator | None) -> _Source:
         name = f"generator on {generator.device.type}"
         return _Source(name, generator.get_state().cpu(), generator.set_state)
     if kind is RNGType.TORCH:
-        return _Source("torch", torch.get_rng_state(), torch.set_rng_state)
+        return _Source("torch", torch_state(), set_torch_state)
     row = device_row(str(kind))
     module = generators_of(row) if is_present(row) else None
     if module is None:

@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
+from acc_ops.random import set_torch_state, torch_state
 
 
 def drawn_so_far() -> dict[str, Any]:
     """The states of the generators now. NumPy's only where the script has loaded NumPy."""
-    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    states: dict[str, Any] = {"torch": torch_state(), "python": random.getstate()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         states["numpy"] = numpy.random.get_state()
@@ -37,7 +37,7 @@ def to_save(states: Mapping[str, Any]) -> dict[str, Any]:
 def put_back(states: Mapping[str, Any]) -> None:
     """Let the generators that are in `states` go on from there; the others stay where they are."""
     if "torch" in states:
-        torch.set_rng_state(states["torch"])
+        set_torch_state(states["torch"])
     if "python" in states:
         version, numbers, gauss = states["python"]
         random.setstate((version, tuple(numbers), gauss))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
+from acc_ops.random import torch_state
 from acc_ops.world import World, current_world
 from acc_trainer.data.adapter import (
     DataLoaderAdapter,
@@ -202,7 +203,7 @@ def _ordered(
 def _drawn_seed() -> int:
     """What torch's generator would give next; it is not moved, so one rank and several draw the same afterwards."""
     twin = torch.Generator()
-    twin.set_state(torch.get_rng_state())
+    twin.set_state(torch_state())
     return int(torch.empty((), dtype=torch.int64).random_(generator=twin).item())
 
 
