@@ -1,38 +1,11 @@
 """What a call holds is put back whole: all that can go home does, and an interrupt anywhere leaves nothing behind."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from hooks_interrupts import interrupt_at
 from torch import nn
 
-import acc_hooks
 from acc_hooks import AlignDevicesHook, OffloadedWeightError, add_hook_to_module, align_module_device, inputs
-
-SOURCES = str(Path(acc_hooks.__file__).parent)
-
-
-def _interrupted(call, at):
-    """Call it, with a KeyboardInterrupt at the `at`-th call inside our sources; False if there are not so many."""
-    count = 0
-
-    def profile(frame, event, argument):
-        nonlocal count
-        if event == "call" and frame.f_code.co_filename.startswith(SOURCES):
-            count += 1
-            if count == at:
-                sys.setprofile(None)
-                raise KeyboardInterrupt
-
-    sys.setprofile(profile)
-    try:
-        call()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.setprofile(None)
-    return False
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -43,7 +16,7 @@ def test_an_interrupt_anywhere_leaves_no_weights_and_no_open_forward(offloaded, 
     weights = writable(model.state_dict())
     offloaded(model, weights_map=weights, prefetch=0)
     at = 1
-    while _interrupted(lambda: model(x), at):
+    while interrupt_at(at, lambda: model(x)):
         assert inputs._forward.copies is None, at
         model(x)
         assert all(tensor.is_meta for tensor in model.parameters()), at
@@ -63,7 +36,7 @@ def test_an_interrupted_visit_keeps_what_was_changed(writable):
         visit = align_module_device(layer)
         visit.__enter__()
         layer.weight.data.fill_(7.0)
-        if not _interrupted(lambda visit=visit: visit.__exit__(None, None, None), at):
+        if not interrupt_at(at, lambda visit=visit: visit.__exit__(None, None, None)):
             break
         del visit
         layer(torch.ones(1, 2))

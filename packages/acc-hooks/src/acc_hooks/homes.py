@@ -54,7 +54,7 @@ def write_home(
             f"{type(innermost(weights_map)).__name__}: the change would be lost. Change the weights before "
             "offloading them, or offload to memory"
         )
-    weights_map[name] = tensor.to(device, copy=True)  # type: ignore[index]
+    weights_map[name] = tensor.to(device, copy=True)  # type: ignore[index]  # asked above: is_writable
 
 
 def entry_of(

@@ -42,7 +42,8 @@ def set_seed(
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(number % 2**32)
-    torch.manual_seed(number)  # also every device torch itself knows, now or when its driver starts
+    with _asking:
+        torch.manual_seed(number)  # also every device torch itself knows, now or when its driver starts
     module = generators_of(device_row(present_kind()))
     if module is not None and hasattr(module, "manual_seed_all"):
         module.manual_seed_all(number)
@@ -110,8 +111,8 @@ def torch_state() -> Tensor:
     """The state of torch's CPU generator; several threads may ask.
 
     [Note: two threads and torch's generator] torch makes the tensor of the answer while it holds the generator's mutex. Making it may collect
-    garbage, which lets another thread run; if that one asks, too, it waits for the mutex with the interpreter lock, and both wait for ever
-    (seen once, with ranks as threads, in torch 2.13). So one thread asks at a time.
+    garbage, which lets another thread run; if that one asks or seeds, it waits for the mutex with the interpreter lock, and both wait for ever
+    (seen once, with ranks as threads, in torch 2.13). So one thread asks or seeds at a time. Drawing waits without the interpreter lock.
     """
     with _asking:
         return torch.get_rng_state()

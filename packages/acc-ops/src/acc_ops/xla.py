@@ -1,7 +1,7 @@
 """XLA devices (TPUs and others) through torch_xla: the functions that torch has for other kinds, who this rank is, and the installation.
 
 The functions answer to the names of `torch.cuda`'s, so that `devices.device_module` can hand this module out where torch has none. Each rank
-of torch_xla has one device. Written from torch_xla's documentation; see the README for what has been run.
+of torch_xla has one device. Written from torch_xla's documentation; see DESIGN.md for what has been run.
 """
 
 from __future__ import annotations
