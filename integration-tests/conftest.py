@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-# ops_data.py, ops_specs.py and ops_checks.py; processes that a test starts inherit the path.
-sys.path.insert(0, str(ROOT / "packages" / "acc-ops" / "tests"))
+# ops_data.py, ops_specs.py and ops_checks.py, architectures.py; processes that a test starts inherit the path.
+sys.path[:0] = [str(ROOT / "packages" / "acc-ops" / "tests"), str(ROOT / "integration-tests")]
 
 
 @pytest.fixture

@@ -60,3 +60,25 @@ def test_one_process_is_called_in_place(tmp_path):
     done = _run(code)
     assert done.stdout.split()[0] == done.stdout.split()[2]
     assert done.stdout.split()[1] == "no"
+
+
+def test_a_launcher_can_be_tried_with_nothing_to_do():
+    done = _run(
+        "from acc_trainer import test_launch\ndebug_launcher(test_launch, num_processes=2)\nprint('met')"
+    )
+    assert (done.returncode, done.stdout) == (0, "met\n"), done.stderr
+
+
+def test_a_run_in_the_notebook_comes_before_and_after_one_on_forked_processes(tmp_path):
+    code = """
+from acc_trainer import Accelerator
+for precision in ("no", "bf16"):
+    accelerator = Accelerator(cpu=True, mixed_precision=precision)
+    model = accelerator.prepare(torch.nn.Linear(2, 1))
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    accelerator.end_training()
+    debug_launcher(work, (sys.argv[1],), num_processes=2)
+print("both")
+"""
+    done = _run(code, tmp_path)
+    assert (done.returncode, done.stdout) == (0, "both\n"), done.stderr

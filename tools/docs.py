@@ -13,6 +13,17 @@ from workspace import ROOT, Package, packages
 
 LINK = re.compile(r"(?<!\!)\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
 COLUMNS = ("option", "environment", "type", "default", "meaning")  # no command takes their flags yet
+RAN_WITH = {  # tracker -> version of its library with which integration-tests/test_trackers.py last ran
+    "aim": "aim 3.29.1",
+    "clearml": "clearml 2.1.12, offline",
+    "comet_ml": "comet-ml 3.58.8, offline",
+    "dvclive": "dvclive 3.49.1, without git",
+    "mlflow": "mlflow 3.17.2, SQLite store",
+    "swanlab": "swanlab 0.10.3, offline",
+    "tensorboard": "tensorboard 2.21.0",
+    "trackio": "trackio 0.43.0, local",
+    "wandb": "wandb 0.31.0, offline",
+}
 GENERATED = "<!-- written by `hatch run docs`; change the declarations, not this page -->\n\n"
 
 
@@ -49,7 +60,19 @@ def support_page() -> str:
     """Which strategy works with which precision on which device, from the one table that also raises the errors."""
     from acc_plugins.support import support_table  # noqa: PLC0415  needs the packages; sizes and links don't
 
-    return f"# What works with what\n\n{GENERATED}{support_table()}"
+    return f"# What works with what\n\n{GENERATED}{support_table()}\n## Trackers\n\n{tracker_table()}"
+
+
+def tracker_table() -> str:
+    """What each tracker takes besides values, from its methods, and the version of its library that really ran (integration-tests/test_trackers.py)."""
+    from acc_trainer.tracking.registry import LOGGER_TYPE_TO_CLASS  # noqa: PLC0415
+
+    rows = ["| `log_with` | class | also takes | run with |", "| --- | --- | --- | --- |"]
+    for name, kind in LOGGER_TYPE_TO_CLASS.items():
+        extra = sorted(one for one in dir(kind) if one.startswith("log_") and callable(getattr(kind, one)))
+        shown = ", ".join(f"`{one}`" for one in extra)
+        rows.append(f"| {name} | `{kind.__name__}` | {shown} | {RAN_WITH.get(name, 'needs no library')} |")
+    return "\n".join(rows) + "\n"
 
 
 def options_page() -> str:

@@ -235,6 +235,8 @@ def test_deepcopy_save_and_load_keep_the_device(fake: FakeAccelerator) -> None:
     there = torch.arange(4.0, device=fake.devices[1])[1:]
     assert copy.deepcopy(there).device == fake.devices[1]
     assert copy.deepcopy(there).tolist() == [1, 2, 3]
+    number = torch.tensor(3, device=fake.device)
+    assert (copy.deepcopy(number).device, copy.deepcopy(number).item()) == (fake.device, 3)
     file = io.BytesIO()
     torch.save({"there": there}, file)
     for where, device in ((None, fake.devices[1]), ("cpu", torch.device("cpu")), (fake.device, fake.device)):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from acc_ops import devices
 from acc_ops.devices import DEVICE_TABLE
 from acc_ops.fake_accelerator import fake_accelerator
 from acc_plugins.strategies.ddp import DDPStrategy
+from acc_plugins.strategies.registry import choose_precision
 from acc_plugins.strategies.replicated import ReplicatedStrategy
 from acc_plugins.strategies.strategy import Strategy
 from acc_plugins.support import (
@@ -78,6 +81,22 @@ def test_every_reason_is_a_note_below_the_table() -> None:
     cells = [support(s, p, kind) for s in STRATEGIES for p in PRECISIONS for kind in KINDS]
     assert set(notes) == {cell.reason for cell in cells if not cell.works}
     assert len(notes) == len(set(notes))
+
+
+@pytest.mark.parametrize("has_scaler", [True, False])
+def test_fp16_on_mps_follows_its_scaler(has_scaler: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has one there since 2.8; either way the same machine can be asked."""
+    table = [row._replace(grad_scaler=has_scaler) if row.kind == "mps" else row for row in DEVICE_TABLE]
+    monkeypatch.setattr(devices, "DEVICE_TABLE", tuple(table))
+    if has_scaler:
+        precision = choose_precision("fp16", "mps")
+        assert precision.scaler is not None
+        assert precision.scaler.is_enabled()
+        assert isinstance(precision.context(), torch.autocast)
+    else:
+        with pytest.raises(UnsupportedError, match=r"no gradient scaler for mps: use mixed_precision='bf16'"):
+            choose_precision("fp16", "mps")
+    assert support("single", "bf16", "mps").works
 
 
 def test_a_new_kind_of_device_needs_a_row_and_no_other_edit() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from acc_ops.world import leave_world
-from acc_trainer.state import AcceleratorState, GradientState
+from acc_trainer.gradient_state import GradientState
+from acc_trainer.state import AcceleratorState
 
 
 def forget_everything() -> None:

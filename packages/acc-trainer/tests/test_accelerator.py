@@ -184,6 +184,28 @@ def test_options_show_where_scripts_look():
     assert accelerator.should_save_model
 
 
+def test_what_is_not_in_use_shows_its_default():
+    accelerator = Accelerator()
+    assert accelerator.fp8_backend.value == "NO"
+    handlers = (
+        "fp8_recipe",
+        "ao_recipe",
+        "te_recipe",
+        "msamp_recipe",
+        "autocast",
+        "ddp",
+        "init",
+        "profile",
+        "scaler",
+    )
+    assert all(getattr(accelerator, f"{name}_handler") is None for name in handlers)
+    flags = ("fp8_enabled", "has_fp8_handler", "delayed_fp8_autocast", "native_amp", "has_lomo_optimizer")
+    assert not any(getattr(accelerator, name) for name in flags)
+    assert not accelerator.is_composable_parallelism_enabled
+    assert (accelerator.scaler, accelerator.flag_tensor, accelerator.parallelism_config) == (None, None, None)
+    assert not hasattr(accelerator, "deepspeed_engine_wrapped")
+
+
 def test_an_evaluation_left_early_does_not_spoil_the_accumulation():
     accelerator = Accelerator(gradient_accumulation_steps=2)
     model = torch.nn.Linear(1, 1)

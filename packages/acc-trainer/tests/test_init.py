@@ -33,3 +33,21 @@ def test_importing_the_package_loads_no_torch():
 def test_the_accelerator_loads_nothing_heavy():
     code = f"import sys, torch; from acc_trainer import Accelerator; print([m for m in {HEAVY!r} if m in sys.modules])"
     assert run(code).strip() == "[]"
+
+
+def test_importing_the_accelerator_opens_few_rooms_beside_torch():
+    code = "import sys, torch; before = set(sys.modules); from acc_trainer import Accelerator; print(*set(sys.modules) - before)"
+    new = run(code).split()
+    assert "acc_trainer.accelerator" in new
+    assert len(new) <= 20, new
+
+
+def test_building_an_accelerator_opens_only_the_rooms_that_every_run_needs():
+    code = (
+        "import sys, torch; from acc_trainer import Accelerator; Accelerator(cpu=True); "
+        "print(*(m for m in sys.modules if m.startswith('acc_')))"
+    )
+    opened = set(run(code).split())
+    assert "acc_trainer.setup" in opened
+    late = ("metrics", "profiling", "saving", "uneven", "parallel", "checkpoint", "preparing", "data.prepare")
+    assert not opened & {f"acc_trainer.{room}" for room in late}

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from acc_plugins.options.kwargs import GradScalerKwargs
 from acc_trainer import Accelerator
-from acc_trainer.optimizer import AcceleratedOptimizer, move_to_device
+from acc_trainer.optimizer import AcceleratedOptimizer, move_to_device, patch_optimizer_step
 
 
 def parts(**options):
@@ -34,17 +34,68 @@ def test_it_stands_for_the_optimizer():
         optimizer.nothing_of_this_name
 
 
-def test_step_returns_the_closures_loss():
-    accelerator, model, _ = parts()
-    optimizer = accelerator.prepare(torch.optim.LBFGS(model.parameters(), max_iter=2))
+def test_a_closure_trains_as_in_plain_torch_and_its_loss_comes_back():
+    x, y = torch.randn(8, 2), torch.randn(8, 1)
 
-    def closure():
-        optimizer.zero_grad()
-        loss = (model(torch.ones(4, 2)) - 1).pow(2).mean()
-        accelerator.backward(loss)
-        return loss
+    def run(prepare):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4, history_size=3)
+        accelerator = Accelerator()
+        if prepare:
+            model, optimizer = accelerator.prepare(model, optimizer)
 
-    assert torch.is_tensor(optimizer.step(closure))
+        def closure():
+            optimizer.zero_grad()
+            loss = (model(x) - y).pow(2).mean()
+            accelerator.backward(loss) if prepare else loss.backward()
+            return loss
+
+        losses = [optimizer.step(closure).item() for _ in range(3)]
+        return losses, model.weight.tolist()
+
+    assert run(True) == run(False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        (torch.optim.AdamW, {"foreach": True}),
+        (torch.optim.AdamW, {"fused": True}),
+        (torch.optim.Adam, {"amsgrad": True, "capturable": False, "differentiable": False}),
+        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "maximize": True}),
+    ],
+)
+def test_flags_state_and_groups_are_the_optimizers_own(kind, flags):
+    def run(prepare):
+        torch.manual_seed(0)
+        model, late = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        optimizer = kind([{"params": [model.weight], "lr": 0.5}, {"params": [model.bias]}], lr=0.1, **flags)
+        accelerator = Accelerator()
+        if prepare:
+            model, optimizer = accelerator.prepare(model, optimizer)
+        for step in range(4):
+            if step == 2:
+                optimizer.add_param_group({"params": late.parameters(), "lr": 0.2})
+                optimizer.param_groups[1]["lr"] = 0.3
+            loss = late(model(torch.ones(3, 2))).square().mean()
+            accelerator.backward(loss) if prepare else loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return optimizer, model
+
+    (ours, model), (plain, twin) = run(True), run(False)
+    assert torch.equal(model.weight, twin.weight)
+    mine, theirs = ours.state_dict(), plain.state_dict()
+    assert mine["param_groups"] == theirs["param_groups"]
+    assert {**ours.defaults} == plain.defaults
+    assert all(ours.param_groups[0][name] == value for name, value in flags.items())
+    for one, other in zip(mine["state"].values(), theirs["state"].values(), strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(torch.as_tensor(one[k]), torch.as_tensor(other[k])) for k in one)
+    plain.load_state_dict(mine)
+    ours.load_state_dict(theirs)
+    assert ours.state_dict()["param_groups"] == mine["param_groups"]
 
 
 def test_inside_a_window_nothing_moves_and_that_is_said():
@@ -132,12 +183,16 @@ def test_train_and_eval_are_passed_on_where_they_exist():
     plain.eval()
 
 
-def test_an_overflow_in_fp16_skips_the_step_and_says_so():
-    accelerator, model, optimizer = parts(
-        mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=4.0)]
-    )
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("clip", [False, True])
+def test_an_overflow_in_fp16_skips_the_step_and_says_so(fused, clip):
+    accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=4.0)])
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused))
     before = model.weight.detach().clone()
     accelerator.backward(model(torch.ones(1, 2)).sum() * float("inf"))
+    if clip:
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     assert optimizer.step_was_skipped
     assert accelerator.optimizer_step_was_skipped
@@ -149,10 +204,11 @@ def test_an_overflow_in_fp16_skips_the_step_and_says_so():
     assert not torch.equal(before, model.weight)
 
 
-def test_one_built_by_hand_uses_its_scaler():
+@pytest.mark.parametrize("fused", [False, True])
+def test_one_built_by_hand_uses_its_scaler(fused):
     model = torch.nn.Linear(1, 1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    optimizer = AcceleratedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), scaler=scaler)
+    optimizer = AcceleratedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, fused=fused), scaler=scaler)
     scaler.scale(model(torch.ones(1, 1)).sum() * float("nan")).backward()
     optimizer.step()
     assert optimizer.step_was_skipped
@@ -168,3 +224,11 @@ def test_states_move_with_their_tensors():
     moved = move_to_device({"a": [torch.ones(1), 3]}, "meta")
     assert moved["a"][0].is_meta
     assert moved["a"][1] == 3
+
+
+def test_a_patched_step_says_that_it_was_called():
+    _, _, optimizer = parts()
+    step = patch_optimizer_step(optimizer, optimizer.optimizer.step)
+    assert not optimizer._accelerate_step_called
+    step()
+    assert optimizer._accelerate_step_called

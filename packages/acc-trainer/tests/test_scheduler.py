@@ -13,6 +13,8 @@ from torch.optim.lr_scheduler import (
     LambdaLR,
     OneCycleLR,
     ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
 )
 from torch.utils.data import DataLoader
 
@@ -61,6 +63,7 @@ SCHEDULES = [
     lambda o: CosineAnnealingLR(o, 10),
     lambda o: OneCycleLR(o, max_lr=1.0, total_steps=8),
     lambda o: ChainedScheduler([ConstantLR(o, 0.5, 2), LambdaLR(o, lambda step: 0.9**step)]),
+    lambda o: SequentialLR(o, [ConstantLR(o, 0.1, 2), OneCycleLR(o, max_lr=1.0, total_steps=9)], [2]),
 ]
 
 
@@ -86,6 +89,28 @@ def test_a_step_counts_for_every_process_but_never_past_the_end():
     assert counted == [2, 4, 6]
     assert ended[1] == plain(lambda o: OneCycleLR(o, max_lr=1.0, total_steps=5), 4)[3]
     assert ended[2] == ended[3]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o: ChainedScheduler(
+            [OneCycleLR(o, max_lr=1.0, total_steps=5), LambdaLR(o, lambda step: 0.9**step)]
+        ),
+        lambda o: SequentialLR(o, [ConstantLR(o, 0.1, 2), OneCycleLR(o, max_lr=1.0, total_steps=3)], [2]),
+    ],
+)
+def test_a_schedule_inside_another_is_not_driven_past_its_end_either(make):
+    rates, _ = run_threads(2, lambda: run(make, steps=6))
+    assert rates[:2] == plain(make, 4)[1::2]  # two for each step
+    assert rates[2:] == [plain(make, 5)[-1]] * 4
+
+
+def test_after_a_short_schedule_the_next_of_a_sequence_goes_on():
+    def make(o):
+        return SequentialLR(o, [OneCycleLR(o, max_lr=1.0, total_steps=3), ConstantLR(o, 0.5, 100)], [4])
+
+    assert run(make, steps=8) == plain(make, 8)
 
 
 def test_with_split_batches_a_step_counts_once():
@@ -127,6 +152,69 @@ def test_a_skipped_step_does_not_move_the_schedule():
     optimizer.step()
     scheduler.step()
     assert scheduler.get_last_lr() == [1.0]
+
+
+def fp16_run(make):
+    """An fp16 run with a switch for overflow, whose schedule is `make(optimizer)`."""
+    accelerator = Accelerator(mixed_precision="fp16", gradient_accumulation_steps=2)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer, scheduler, loader = accelerator.prepare(
+        model, optimizer, make(optimizer), DataLoader(torch.ones(6, 1))
+    )
+
+    def epoch(overflows=(), stop=None):
+        for index, batch in enumerate(loader):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).sum() * (float("inf") if index in overflows else 1e-3))
+                optimizer.step()
+                optimizer.zero_grad()
+            if index == stop:
+                break
+
+    return epoch, optimizer, scheduler
+
+
+def test_a_schedule_stepped_once_an_epoch_moves_although_the_last_update_was_skipped():
+    epoch, optimizer, scheduler = fp16_run(lambda o: StepLR(o, 1, gamma=0.5))
+    epoch(overflows=[5])
+    assert optimizer.step_was_skipped
+    scheduler.step()
+    assert scheduler.get_last_lr() == [0.5]
+    scheduler.step()  # nothing was updated since
+    assert scheduler.get_last_lr() == [0.5]
+    epoch(stop=2)  # left inside a window
+    scheduler.step()
+    assert scheduler.get_last_lr() == [0.25]
+    epoch(overflows=[0, 2, 4])
+    scheduler.step()
+    assert scheduler.get_last_lr() == [0.25]
+
+
+def test_a_plateau_hears_every_epochs_figure():
+    epoch, optimizer, scheduler = fp16_run(lambda o: ReduceLROnPlateau(o, patience=1, factor=0.5))
+    rates = []
+    for _ in range(4):
+        epoch(overflows=[5])
+        scheduler.step(1.0)
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == [1.0, 1.0, 0.5, 0.5]
+
+
+def test_with_two_optimizers_both_must_have_moved():
+    accelerator = Accelerator()
+    one, two = (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0) for _ in range(2))
+    one, two = accelerator.prepare(one, two)
+    scheduler = AcceleratedScheduler(LambdaLR(one, lambda step: step), [one, two])
+    for optimizer in (one, two):
+        optimizer.step()
+    two._skipped = True  # as after an overflow
+    two._updates = 0
+    scheduler.step()
+    assert scheduler.get_last_lr() == [0]
+    two.step()
+    scheduler.step()
+    assert scheduler.get_last_lr() == [1]
 
 
 def test_not_tied_to_the_optimizer_it_always_moves():

@@ -8,12 +8,9 @@ import torch
 from acc_ops.enums import DistributedType
 from acc_ops.testing import run_threads
 from acc_ops.world import current_world
-from acc_plugins.options.accumulation import GradientAccumulationPlugin
 from acc_trainer import Accelerator
-from acc_trainer.grad_sync import GradSync
 from acc_trainer.state import (
     AcceleratorState,
-    GradientState,
     PartialState,
     is_initialized,
     precision_name,
@@ -87,32 +84,20 @@ def test_the_environment_names_the_precision(monkeypatch):
         precision_name("fp12")
 
 
-def test_gradient_state_shows_the_newest_accelerator_and_each_has_its_own():
-    first = Accelerator(gradient_accumulation_steps=2)
-    second = Accelerator(gradient_accumulation_steps=5)
-    assert first.gradient_state.num_steps == 2
-    assert second.gradient_state.num_steps == GradientState().num_steps == 5
-    second.gradient_state._set_sync_gradients(False)
-    assert first.sync_gradients
-    assert not second.sync_gradients
-
-
-def test_gradient_state_outside_a_loader():
-    state = GradientState()
-    assert (state.end_of_dataloader, state.remainder, state.in_dataloader) == (False, -1, False)
-    assert state.active_dataloader is None
-    assert state.plugin_kwargs == {}
-    GradientState(GradientAccumulationPlugin(num_steps=3, sync_with_dataloader=False))
-    assert (GradientState().num_steps, GradientState().sync_with_dataloader) == (3, False)
-    assert GradientState().plugin_kwargs == {"num_steps": 3, "sync_with_dataloader": False}
-
-
-def test_a_reset_gradient_state_starts_without_accumulation():
-    Accelerator(gradient_accumulation_steps=4)
-    GradientState._reset_state()
-    assert GradientState().num_steps == 1
-    assert isinstance(GradientState()._sync, GradSync)
-
-
 def test_the_state_speaks_for_the_current_world():
     assert PartialState().world is current_world()
+
+
+def test_engines_that_are_not_in_use_are_none_or_absent_or_say_so():
+    state = Accelerator().state
+    assert [state.deepspeed_plugin, state.deepspeed_plugins, state.parallelism_config, state.device_mesh] == [
+        None
+    ] * 4
+    assert not hasattr(state, "fsdp_plugin")
+    assert not hasattr(state, "megatron_lm_plugin")
+    assert state.dynamo_plugin.backend.value == "NO"
+    assert not state.is_fsdp2
+    with pytest.raises(ValueError, match="no DeepSpeed plugin 'student'"):
+        state.get_deepspeed_plugin("student")
+    with pytest.raises(ValueError, match="does not use DeepSpeed"):
+        state.select_deepspeed_plugin("student")

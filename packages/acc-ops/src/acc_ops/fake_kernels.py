@@ -193,7 +193,9 @@ def _result(result: Any, index: int) -> Any:
     return result
 
 
-def _set(tensor: Tensor, memory: Any, offset: Any, size: Sequence[int], stride: Sequence[int]) -> Tensor:
+def _set(
+    tensor: Tensor, memory: Any, offset: Any, size: Sequence[int], stride: Sequence[int] = ()
+) -> Tensor:  # torch leaves the stride out where it is ()
     _aten.set_.source_Storage_storage_offset.redispatch(_CPU, tensor, memory, offset, size, stride)
     return tensor
 

@@ -39,3 +39,21 @@ def lazy_exports(
         return sorted({*vars(sys.modules[package]), *public})
 
     return load, listing, public
+
+
+class LazyModule:
+    """Stands for a module, which is imported when something of it is first asked for: a facade then costs what is used of it.
+
+    >>> metrics = LazyModule("acc_trainer.metrics")
+    """
+
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(importlib.import_module(self._name), attribute)
+
+    def __repr__(self) -> str:
+        return f"LazyModule({self._name!r})"

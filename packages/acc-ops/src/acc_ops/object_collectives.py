@@ -52,7 +52,7 @@ def gather_object(object: Any, world: World | None = None) -> list[Any]:
         if isinstance(object, list):
             return object
         return list(object) if isinstance(object, tuple) else [object]
-    objects = _all_objects(world, "gather_object", object)
+    objects = all_objects(world, "gather_object", object)
     chained = [isinstance(other, (list, tuple)) for other in objects]
     if all(chained):
         return [item for other in objects for item in other]
@@ -154,6 +154,14 @@ def copy_tensor_to_devices(tensor: Tensor | None = None, world: World | None = N
     return world.comm.all_reduce(own, "sum")
 
 
+def all_objects(world: World, name: str, obj: Any) -> list[Any]:
+    """Every rank's `obj`, in rank order, for a collective that is called `name` when the ranks do not make the same one."""
+    if not world.verify:
+        return world.comm.all_gather_object(obj)
+    agreement = agree(world, Call(name=name), lambda: pickled(obj))
+    return list(_unpickled(agreement))
+
+
 class _Slot(NamedTuple):
     """Where a scattered tensor goes."""
 
@@ -245,7 +253,7 @@ def _shared_tensor(
     elif tensor is not None:
         text, _ = tried(lambda: f"{tensor!r:.60}")
         told = f"{type(tensor).__name__}: {error or text}"
-    infos = _all_objects(world, name, told) if world.size > 1 else [told]
+    infos = all_objects(world, name, told) if world.size > 1 else [told]
     holders = [rank for rank, info in enumerate(infos) if info is not None]
     for rank in holders:
         if isinstance(infos[rank], str):
@@ -256,13 +264,6 @@ def _shared_tensor(
     if not holders:
         raise ValueError(f"{name}: no rank has a tensor, all of them passed None")
     return (*infos[holders[0]], holders)
-
-
-def _all_objects(world: World, name: str, obj: Any) -> list[Any]:
-    if not world.verify:
-        return world.comm.all_gather_object(obj)
-    agreement = agree(world, Call(name=name), lambda: pickled(obj))
-    return list(_unpickled(agreement))
 
 
 def _object_from(

@@ -41,6 +41,7 @@ CLASSES: dict[type, dict[str, Any]] = {
         "adjust_scheduler": False,
         "sync_with_dataloader": False,
         "sync_each_batch": True,
+        "average_short_window": True,
     },
     DataLoaderConfiguration: {
         "split_batches": True,

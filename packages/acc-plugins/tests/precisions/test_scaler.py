@@ -107,6 +107,40 @@ def test_a_backward_onto_unscaled_gradients_is_refused_when_it_would_mix_scales(
         scale.unscale_once(optimizer)
 
 
+def test_a_step_with_mixed_gradients_is_refused_too() -> None:
+    scale = scaler()
+    a, optimizer = weight_and_optimizer()
+    scale.scale(a.sum()).backward()
+    scale.unscale_once(optimizer)
+    scale.scale(a.sum()).backward()
+    with pytest.raises(RuntimeError, match=r"clip only `if accelerator.sync_gradients`"):
+        scale.step_and_tell(optimizer)
+
+
+def test_float16_weights_are_refused_with_a_way_out() -> None:
+    weight = torch.ones(2, dtype=torch.float16, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for look in (StepScaler.unscale_once, StepScaler.step_and_tell):
+        scale = scaler()
+        scale.scale(weight.sum()).backward()
+        with pytest.raises(ValueError, match=r"SGD trains weights that are float16 .*model.float\(\)"):
+            look(scale, optimizer)
+
+
+def test_clipping_again_after_the_backward_of_another() -> None:
+    scale = scaler()
+    (a, first), (b, second) = weight_and_optimizer(), weight_and_optimizer()
+    scale.scale((a * 0.5).sum()).backward()
+    scale.unscale_once(first)
+    scale.scale((b * 0.5).sum()).backward()
+    for optimizer in (first, second):  # clip_grad_norm_ unscales all
+        scale.unscale_once(optimizer)
+    assert a.grad is not None
+    assert a.grad.tolist() == [0.5, 0.5]
+    assert scale.step_and_tell(first).ran
+    assert scale.step_and_tell(second).ran
+
+
 def test_clip_one_then_backward_of_another_then_step_both() -> None:
     scale = scaler()
     (a, first), (b, second) = weight_and_optimizer(), weight_and_optimizer()

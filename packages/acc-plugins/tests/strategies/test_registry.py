@@ -54,6 +54,11 @@ def test_precisions_by_name(given: str | None, name: str) -> None:
     assert choose_precision(given, "cpu").name == name
 
 
+@pytest.mark.parametrize("kind", ["xla", "hpu"])
+def test_a_device_without_a_torch_module_is_not_asked_for_its_hardware(kind: str) -> None:
+    assert choose_precision("bf16", kind).name == "bf16"
+
+
 def test_an_unknown_precision_lists_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"'fp4'.*no, fp8, fp16, bf16"):
         choose_precision("fp4", "cpu")

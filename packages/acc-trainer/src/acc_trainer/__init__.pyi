@@ -1,5 +1,6 @@
 from acc_ops.logging import get_logger as get_logger
 from acc_ops.memory import find_executable_batch_size as find_executable_batch_size
+from acc_ops.progress import tqdm as tqdm
 from acc_ops.random import set_seed as set_seed
 from acc_plugins.options.accumulation import GradientAccumulationPlugin as GradientAccumulationPlugin
 from acc_plugins.options.compile import TorchDynamoPlugin as TorchDynamoPlugin
@@ -13,6 +14,7 @@ from acc_plugins.options.project import ProjectConfiguration as ProjectConfigura
 
 from .__about__ import __version__ as __version__
 from .accelerator import Accelerator as Accelerator
+from .autocasting import get_mixed_precision_context_manager as get_mixed_precision_context_manager
 from .checkpoint import CheckpointError as CheckpointError
 from .checkpoint import is_whole as is_whole
 from .checkpoint import load_state as load_state
@@ -22,7 +24,7 @@ from .data.adapter import DataLoaderAdapter as DataLoaderAdapter
 from .data.adapter import DataLoaderStateMixin as DataLoaderStateMixin
 from .data.dispatch import DataLoaderDispatcher as DataLoaderDispatcher
 from .data.loader import DataLoaderShard as DataLoaderShard
-from .data.loader import SkipDataLoader as SkipDataLoader
+from .data.skipping import SkipDataLoader as SkipDataLoader
 from .data.position import LoaderPosition as LoaderPosition
 from .data.prepare import prepare_data_loader as prepare_data_loader
 from .data.prepare import skip_first_batches as skip_first_batches
@@ -32,16 +34,23 @@ from .data.samplers import get_sampler as get_sampler
 from .data.shard import BatchSamplerShard as BatchSamplerShard
 from .data.shard import IterableDatasetShard as IterableDatasetShard
 from .grad_sync import GradSync as GradSync
+from .gradient_state import GradientState as GradientState
+from .launch.namespaces import env_var_path_add as env_var_path_add
+from .launch.namespaces import prepare_multi_gpu_env as prepare_multi_gpu_env
+from .launch.namespaces import prepare_simple_launcher_cmd_env as prepare_simple_launcher_cmd_env
 from .launch.notebook import debug_launcher as debug_launcher
 from .launch.notebook import notebook_launcher as notebook_launcher
+from .launch.notebook import test_launch as test_launch
 from .launch.plan import LaunchPlan as LaunchPlan
+from .launch.prepared import PrepareForLaunch as PrepareForLaunch
 from .local_sgd import LocalSGD as LocalSGD
 from .optimizer import AcceleratedOptimizer as AcceleratedOptimizer
+from .optimizer import patch_optimizer_step as patch_optimizer_step
 from .scheduler import AcceleratedScheduler as AcceleratedScheduler
 from .state import AcceleratorState as AcceleratorState
-from .state import GradientState as GradientState
 from .state import PartialState as PartialState
 from .state import is_initialized as is_initialized
+from .timing import StepTimer as StepTimer
 from .tracking.tensorboard import TensorBoardTracker as TensorBoardTracker
 from .tracking.tracker import GeneralTracker as GeneralTracker
 from .tracking.registry import LOGGER_TYPE_TO_CLASS as LOGGER_TYPE_TO_CLASS
@@ -49,3 +58,14 @@ from .tracking.registry import filter_trackers as filter_trackers
 from .tracking.registry import get_available_trackers as get_available_trackers
 from .tracking.tracker import on_main_process as on_main_process
 from .tracking.registry import register_tracker_class as register_tracker_class
+from .tracking.aim import AimTracker as AimTracker
+from .tracking.clearml import ClearMLTracker as ClearMLTracker
+from .tracking.comet import CometMLTracker as CometMLTracker
+from .tracking.csv_rows import CsvTracker as CsvTracker
+from .tracking.dvclive import DVCLiveTracker as DVCLiveTracker
+from .tracking.json_lines import JsonLinesTracker as JsonLinesTracker
+from .tracking.mlflow import MLflowTracker as MLflowTracker
+from .tracking.swanlab import SwanLabTracker as SwanLabTracker
+from .tracking.tracker import BlankTracker as BlankTracker
+from .tracking.trackio import TrackioTracker as TrackioTracker
+from .tracking.wandb import WandBTracker as WandBTracker

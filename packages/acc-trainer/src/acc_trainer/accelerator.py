@@ -1,48 +1,53 @@
-"""The Accelerator: what a training script talks to. Each method names the room that does the work."""
+"""The Accelerator: what a training script talks to. Each method names the room that does the work; `rooms.py` opens it when it is entered."""
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-import acc_bigmodel  # lazy: what writes files is loaded when it is first used
-from acc_ops.collectives import gather, pad_across_processes, reduce
-from acc_ops.enums import DynamoBackend, LoggerType, PrecisionType, RNGType
-from acc_ops.files import save
-from acc_ops.handlers import KwargsHandler
-from acc_ops.memory import release_memory
-from acc_ops.unwrap import extract_model_from_parallel
-from acc_plugins.options.accumulation import GradientAccumulationPlugin
-from acc_plugins.options.compile import TorchDynamoPlugin
-from acc_plugins.options.dataloader import DataLoaderConfiguration
-from acc_plugins.options.kwargs import AutocastKwargs, ProfileKwargs
-from acc_plugins.options.project import ProjectConfiguration
-from acc_trainer import metrics, preparing, uneven
-from acc_trainer.data.prepare import skip_first_batches
+import acc_ops
+import acc_plugins
 from acc_trainer.grad_sync import AdvanceOnly, HoldBack
-from acc_trainer.profiling import profiled
-from acc_trainer.setup import (
-    UNSET,
-    count_of_steps,
-    dataloader_of,
-    dynamo_of,
-    project_of,
-    refuse_unbuilt,
-    set_up,
-    sort_handlers,
+from acc_trainer.rooms import (
+    checkpoint,
+    data,
+    gradient_state,
+    lomo,
+    metrics,
+    parallel,
+    preparing,
+    profiling,
+    saving,
+    setup,
+    state,
+    timing,
+    tracking,
+    uneven,
 )
-from acc_trainer.state import GradientState, leave_run
-from acc_trainer.tracking.run import Trackers
-from acc_trainer.tracking.tracker import GeneralTracker
 from acc_trainer.views import Views
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
+
+    from torch.utils.hooks import RemovableHandle
+
+    from acc_ops.enums import DynamoBackend, LoggerType, PrecisionType, RNGType
+    from acc_ops.handlers import KwargsHandler
+    from acc_plugins.options.accumulation import GradientAccumulationPlugin
+    from acc_plugins.options.compile import TorchDynamoPlugin
+    from acc_plugins.options.dataloader import DataLoaderConfiguration
+    from acc_plugins.options.kwargs import AutocastKwargs, ProfileKwargs
+    from acc_plugins.options.project import ProjectConfiguration
+    from acc_trainer.timing import StepTimer
+    from acc_trainer.tracking.tracker import GeneralTracker
+
+_UNSET: Any = object()
 
 
 class Accelerator(Views):
@@ -55,7 +60,7 @@ class Accelerator(Views):
     def __init__(
         self,
         device_placement: bool = True,
-        split_batches: bool = UNSET,
+        split_batches: bool = _UNSET,
         mixed_precision: PrecisionType | str | None = None,
         gradient_accumulation_steps: int = 1,
         cpu: bool = False,
@@ -76,7 +81,7 @@ class Accelerator(Views):
         deepspeed_plugins: Any = None,
         parallelism_config: Any = None,
     ) -> None:
-        refuse_unbuilt(
+        setup.refuse_unbuilt(
             deepspeed_plugin=deepspeed_plugin,
             fsdp_plugin=fsdp_plugin,
             torch_tp_plugin=torch_tp_plugin,
@@ -84,21 +89,23 @@ class Accelerator(Views):
             deepspeed_plugins=deepspeed_plugins,
             parallelism_config=parallelism_config,
         )
-        made = set_up(
+        made = setup.set_up(
             mixed_precision=mixed_precision,
             cpu=cpu,
-            grad_sync=count_of_steps(gradient_accumulation_steps, gradient_accumulation_plugin),
-            project=project_of(project_dir, project_config),
-            dataloader=dataloader_of(dataloader_config, split_batches),
-            dynamo=dynamo_of(dynamo_backend, dynamo_plugin),
-            handlers=sort_handlers(kwargs_handlers),
+            grad_sync=setup.count_of_steps(gradient_accumulation_steps, gradient_accumulation_plugin),
+            project=setup.project_of(project_dir, project_config),
+            dataloader=setup.dataloader_of(
+                dataloader_config, None if split_batches is _UNSET else split_batches
+            ),
+            dynamo=setup.dynamo_of(dynamo_backend, dynamo_plugin),
+            handlers=setup.sort_handlers(kwargs_handlers),
             rng_types=rng_types,
             log_with=log_with,
         )
         self.state = made.state
         self.strategy = made.strategy
         self.grad_sync = made.grad_sync
-        self.gradient_state = GradientState.of(made.grad_sync)
+        self.gradient_state = gradient_state.GradientState.of(made.grad_sync)
         self.project_configuration = made.project
         self.dataloader_config = made.dataloader
         self.dynamo_plugin = made.dynamo
@@ -107,7 +114,7 @@ class Accelerator(Views):
         self.rng_types = made.rng_types
         self.flag_tensor: torch.Tensor | None = None
         self._handlers = made.handlers
-        self._trackers = Trackers(made.log_with, made.project.logging_dir, made.strategy.world)
+        self._trackers = tracking.Trackers(made.log_with, made.project.logging_dir, made.strategy.world)
         self._advance_only = AdvanceOnly(made.grad_sync)
         self._models: list[Any] = []
         self._only_evaluated: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -156,7 +163,7 @@ class Accelerator(Views):
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """The loader without its first batches, for a resumed epoch; see `acc_trainer.data.prepare`."""
-        return skip_first_batches(dataloader, num_batches)
+        return data.skip_first_batches(dataloader, num_batches)
 
     def verify_device_map(self, model: nn.Module) -> bool:
         """Whether some module of `model` was dispatched over more than one place."""
@@ -166,12 +173,7 @@ class Accelerator(Views):
         self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> Any:
         """The user's own module; `keep_fp32_wrapper=False` also gives its original forward back."""
-        inner = extract_model_from_parallel(model, True, keep_torch_compile)
-        return (
-            inner
-            if keep_fp32_wrapper
-            else extract_model_from_parallel(self.precision.unwrap(inner), False, keep_torch_compile)
-        )
+        return preparing.unwrapped(self, model, keep_fp32_wrapper, keep_torch_compile)
 
     def free_memory(self, *objects: Any) -> list[Any]:
         """Forget everything that was prepared, and return a None for each object: `model, optimizer = free_memory(model, optimizer)`."""
@@ -179,7 +181,7 @@ class Accelerator(Views):
             shelf.clear()
         self.strategy.close()
         self.grad_sync.reset()
-        return release_memory(*(None for _ in objects))
+        return acc_ops.release_memory(*(None for _ in objects))
 
     def clear(self, *objects: Any) -> list[Any]:
         """The same as `free_memory`."""
@@ -202,15 +204,25 @@ class Accelerator(Views):
         return self.strategy.sync_next_backward(model)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Differentiate the loss, divided by `gradient_accumulation_steps`; `kwargs` go to `Tensor.backward`."""
-        self.strategy.backward(loss, divisor=self.grad_sync.num_steps, **kwargs)
+        """Differentiate the loss, divided by `gradient_accumulation_steps` (see `grad_sync`); `kwargs` go to `Tensor.backward`.
+
+        A `learning_rate` is for optimizers of the LOMO kind, see `lomo_backward`.
+        """
+        if "learning_rate" in kwargs and self.has_lomo_optimizer:
+            lomo.backward(self, loss / self.grad_sync.divisor, **kwargs)
+        else:
+            self.strategy.backward(loss, divisor=self.grad_sync.divisor, **kwargs)
+
+    def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
+        """Differentiate and update in one go, as the LOMO optimizers of `lomo-optim` do; `ValueError` where none was prepared."""
+        lomo.backward(self, loss, learning_rate)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Give the gradients of `optimizer` (one, several, or by default all) their true size; only fp16 scales them."""
         if self.precision.scaler is None:
             return
-        chosen = self._optimizers if optimizer is None else [optimizer]
-        for one in chosen if not isinstance(optimizer, (list, tuple)) else optimizer:
+        chosen = self._optimizers if optimizer is None else optimizer
+        for one in chosen if isinstance(chosen, (list, tuple)) else [chosen]:
             self.strategy.unscale(getattr(one, "optimizer", one))
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
@@ -233,18 +245,33 @@ class Accelerator(Views):
         """Around a loop in which the processes have unequal numbers of batches."""
         return uneven.join_uneven_inputs(joinables, even_batches, self._dataloaders, self.world)
 
-    @contextmanager
-    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
+    def maybe_context_parallel(
+        self,
+        buffers: list[torch.Tensor] | None = None,
+        buffer_seq_dims: list[int] | None = None,
+        no_restore_buffers: set[torch.Tensor] | None = None,
+    ) -> AbstractContextManager[None]:
+        """Around a step whose `buffers` are split along the sequence; without context parallelism it says once that it does nothing."""
+        return parallel.maybe_context_parallel(self, buffers, buffer_seq_dims, no_restore_buffers)
+
+    def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
+        """The loader for sequence parallelism; without it, the same loader."""
+        return parallel.ulysses_loader(self, dl, model)
+
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
         """torch's profiler around the block; profile_RANK.json is written when `output_trace_dir` is set."""
-        handler = profile_handler or self.profile_handler or ProfileKwargs()
-        with profiled(handler, self.world) as profiler:
-            yield profiler
+        handler = profile_handler or self.profile_handler or acc_plugins.ProfileKwargs()
+        return profiling.profiled(handler, self.world)
+
+    def time_steps(self) -> AbstractContextManager[StepTimer]:
+        """Around training steps: the timer says how long data, forward, backward, sync and step took (see `timing`)."""
+        return timing.timed(self)
 
     # between processes -------------------------------------------------------------------------------------------------------
 
     def gather(self, tensor: Any) -> Any:
         """Tensors of all processes joined along the first dimension, in nested structures too."""
-        return gather(tensor, world=self.world)
+        return acc_ops.gather(tensor, world=self.world)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """`gather` that counts every sample exactly once; see `metrics`."""
@@ -252,13 +279,13 @@ class Accelerator(Views):
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Tensors of all processes combined element by element: "sum", "mean" or "max"."""
-        return reduce(tensor, reduction, scale, world=self.world)
+        return acc_ops.reduce(tensor, reduction, scale, world=self.world)
 
     def pad_across_processes(
         self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
     ) -> Any:
         """Tensors made as long along `dim` as the longest among the processes."""
-        return pad_across_processes(tensor, dim, pad_index, pad_first, world=self.world)
+        return acc_ops.pad_across_processes(tensor, dim, pad_index, pad_first, world=self.world)
 
     def set_trigger(self) -> None:
         """Raise a flag that `check_trigger` sees on every process."""
@@ -266,19 +293,18 @@ class Accelerator(Views):
 
     def check_trigger(self) -> bool:
         """Whether any process raised the flag since the last check; every process must ask."""
-        mine = (
-            self.flag_tensor
-            if self.flag_tensor is not None
-            else torch.zeros(1, dtype=torch.int64, device=self.device)
-        )
+        mine = self.flag_tensor
+        if mine is None:
+            mine = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.flag_tensor = None
-        return bool(reduce(mine, "sum", world=self.world).item())
+        return bool(acc_ops.reduce(mine, "sum", world=self.world).item())
 
     # saving ------------------------------------------------------------------------------------------------------------------
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write any object once (or once per machine, as the project says)."""
-        save(obj, f, self.project_configuration.save_on_each_node, safe_serialization, world=self.world)
+        each_node = self.project_configuration.save_on_each_node
+        acc_ops.save(obj, f, each_node, safe_serialization, world=self.world)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """All weights of a model; `unwrap=False` keeps the names of the wrapper."""
@@ -295,23 +321,14 @@ class Accelerator(Views):
 
         `ValueError` for an empty folder name. A failure on the process that writes raises on all: CheckpointError on the others.
         """
-        from acc_trainer.checkpoint.together import together  # noqa: PLC0415 (a lazy start: loaded when a run saves)
-
-        if not os.fspath(save_directory):
-            raise ValueError("save_model needs a folder to write into, got an empty name; '.' is this folder")
-        with together(self.world, f"saving a model into {os.fspath(save_directory)}"):
-            state = preparing.full_state(self, model)
-            if self.strategy.writes:
-                acc_bigmodel.save_weights(state, save_directory, "model", max_shard_size, safe_serialization)
+        saving.save_model(self, model, save_directory, max_shard_size, safe_serialization)
 
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
     ) -> str:
         """Write a checkpoint of everything prepared and registered, whole or not at all; its folder."""
-        from acc_trainer.checkpoint import save_state  # noqa: PLC0415 (a lazy start: loaded when a run saves)
-
-        run: Any = self  # the protocol over there asks for plain attributes
-        return save_state(run, output_dir, safe_serialization, **save_model_func_kwargs)
+        folder: str = checkpoint.save_state(self, output_dir, safe_serialization, **save_model_func_kwargs)
+        return folder
 
     def load_state(
         self,
@@ -320,29 +337,19 @@ class Accelerator(Views):
         **load_model_func_kwargs: Any,
     ) -> None:
         """Go back to a checkpoint: the folder given, or the newest whole one with automatic naming."""
-        from acc_trainer.checkpoint import load_state  # noqa: PLC0415 (a lazy start: loaded when a run resumes)
-
-        run: Any = self
-        load_state(run, input_dir, load_kwargs, **load_model_func_kwargs)
+        checkpoint.load_state(self, input_dir, load_kwargs, **load_model_func_kwargs)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Objects with `state_dict` and `load_state_dict` that checkpoints shall hold too; `ValueError` for others."""
-        wrong = [
-            one for one in objects if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict"))
-        ]
-        if wrong:
-            raise ValueError(
-                f"only objects with state_dict() and load_state_dict() can be checkpointed, these lack them: {wrong}"
-            )
-        self._custom_objects.extend(objects)
+        self._custom_objects.extend(saving.checkpointable(objects))
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """`hook(models, weights, folder)` before a checkpoint is written; it may write itself and empty `weights`."""
-        return _registered(self._save_model_state_pre_hook, hook)
+        return saving.registered(self._save_model_state_pre_hook, hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """`hook(models, folder)` before a checkpoint is read; it may read itself and empty `models`."""
-        return _registered(self._load_model_state_pre_hook, hook)
+        return saving.registered(self._load_model_state_pre_hook, hook)
 
     # tracking ----------------------------------------------------------------------------------------------------------------
 
@@ -368,23 +375,7 @@ class Accelerator(Views):
         """The tracker called `name`, or with `unwrap` the library's own run; `ValueError` for an unknown name."""
         return self._trackers.get(name, unwrap)
 
-    @property
-    def trackers(self) -> list[Any]:
-        """The trackers that are running."""
-        return self._trackers.running
-
-    @property
-    def log_with(self) -> list[Any]:  # type: ignore[override]
-        """What `init_trackers` starts."""
-        return self._trackers.log_with
-
     def end_training(self) -> None:
         """Finish the trackers and leave the process group."""
         self._trackers.finish()
-        leave_run(self.state)
-
-
-def _registered(hooks: OrderedDict[int, Callable[..., None]], hook: Callable[..., None]) -> RemovableHandle:
-    handle = RemovableHandle(hooks)
-    hooks[handle.id] = hook
-    return handle
+        state.leave_run(self.state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,8 +12,11 @@ from torch.optim import Optimizer
 
 from acc_ops.tree import send_to_device
 from acc_plugins.outcome import StepOutcome
+from acc_plugins.precisions.precision import Precision
+from acc_plugins.precisions.scaler import step_and_tell
 from acc_trainer.grad_sync import GradSync
-from acc_trainer.state import current_grad_sync
+from acc_trainer.gradient_state import current_grad_sync
+from acc_trainer.lomo import is_lomo, stepped_in_backward
 
 
 class AcceleratedOptimizer(Optimizer):
@@ -33,6 +37,8 @@ class AcceleratedOptimizer(Optimizer):
         self._grad_sync: GradSync | None = None
         self._strategy_step: Callable[[Optimizer, Any], StepOutcome] | None = None
         self._skipped = False
+        self._updates = 0  # steps that really ran
+        self._accelerate_step_called = False  # see patch_optimizer_step
 
     def _bind(self, grad_sync: GradSync, strategy_step: Callable[[Optimizer, Any], StepOutcome]) -> None:
         """Belong to an Accelerator: its counter decides when, its strategy how."""
@@ -101,8 +107,10 @@ class AcceleratedOptimizer(Optimizer):
 
         Raises `ValueError` when `set_to_none` is given and the optimizer does not know it.
         """
-        if not self.grad_sync.sync:
+        grad_sync = self.grad_sync
+        if not grad_sync.sync:
             return
+        grad_sync.pending = False
         if set_to_none is None:
             self.optimizer.zero_grad()
         elif "set_to_none" in inspect.signature(self.optimizer.zero_grad).parameters:
@@ -112,28 +120,26 @@ class AcceleratedOptimizer(Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step, when gradients are synchronised; what the optimizer's `step` returned, None where it did not run."""
-        if not self.grad_sync.sync:
+        grad_sync = self.grad_sync
+        if not grad_sync.sync:
             self._skipped = True
             return None
+        grad_sync.pending = False
         ran, result = self._run(closure)
         self._skipped = not ran
+        self._updates += ran
         return result
 
     def _run(self, closure: Callable[[], Any] | None) -> StepOutcome:
         if self._strategy_step is not None:
             return self._strategy_step(self.optimizer, closure)
-        if self.scaler is None:
-            return StepOutcome(
-                True, self.optimizer.step() if closure is None else self.optimizer.step(closure)
-            )
-        stepped: list[bool] = []
-        handle = self.optimizer.register_step_post_hook(lambda *_: stepped.append(True))
-        try:
-            result = self.scaler.step(self.optimizer, *(() if closure is None else (closure,)))
-            self.scaler.update()
-        finally:
-            handle.remove()
-        return StepOutcome(bool(stepped), result)
+        if is_lomo(self.optimizer):
+            return stepped_in_backward(self.optimizer, closure)
+        if self.scaler is None or not self.scaler.is_enabled():
+            return Precision().step(self.optimizer, closure)
+        outcome = step_and_tell(self.scaler, self.optimizer, closure)
+        self.scaler.update()
+        return outcome
 
     @property
     def step_was_skipped(self) -> bool:
@@ -179,7 +185,30 @@ class AcceleratedOptimizer(Optimizer):
         return {"optimizer": self.optimizer, "scaler": self.scaler, "device_placement": self.device_placement}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _grad_sync=None, _strategy_step=None, _skipped=False)
+        self.__dict__.update(
+            state,
+            _grad_sync=None,
+            _strategy_step=None,
+            _skipped=False,
+            _updates=0,
+            _accelerate_step_called=False,
+        )
+
+
+def patch_optimizer_step(
+    accelerated_optimizer: AcceleratedOptimizer, method: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`method` (an optimizer's own `step`), which also sets `_accelerate_step_called` on the wrapper: it really ran.
+
+    For code that steps the inner optimizer in a way of its own; `step_was_skipped` does not need it.
+    """
+
+    @functools.wraps(method)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        accelerated_optimizer._accelerate_step_called = True
+        return method(*args, **kwargs)
+
+    return patched
 
 
 def move_to_device(state: Any, device: torch.device | str) -> Any:

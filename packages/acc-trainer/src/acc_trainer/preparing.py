@@ -15,12 +15,14 @@ from torch.utils.data import DataLoader
 from acc_ops.enums import DynamoBackend
 from acc_ops.environment import parse_flag_from_env
 from acc_ops.regions import compile_regions, has_compiled_regions, is_compiled_module
+from acc_ops.unwrap import extract_model_from_parallel
 from acc_plugins.options.compile import TorchDynamoPlugin
 from acc_plugins.strategies.placing import place
 from acc_plugins.strategies.strategy import Bundle
 from acc_trainer.bundle import Given, sort_given
 from acc_trainer.data.adapter import DataLoaderAdapter
 from acc_trainer.data.prepare import prepare_data_loader
+from acc_trainer.lomo import is_lomo, stepped_in_backward
 from acc_trainer.optimizer import AcceleratedOptimizer
 from acc_trainer.scheduler import AcceleratedScheduler, belongs_to
 
@@ -199,15 +201,12 @@ def has_device_map(model: nn.Module) -> bool:
     return any(len(getattr(module, "hf_device_map", None) or ()) > 1 for module in model.modules())
 
 
-def full_state(accelerator: Accelerator, model: nn.Module) -> Any:
-    """All weights of a model, also of one that is offloaded; at least on the processes that write."""
-    # a lazy start: it brings the hooks of offloaded models, which a training run does not need
-    from acc_bigmodel.collect import get_state_dict_offloaded_model  # noqa: PLC0415
-
-    own = accelerator.strategy.unwrap(model)
-    if any(tensor.is_meta for tensor in own.parameters()):
-        return get_state_dict_offloaded_model(own)
-    return accelerator.strategy.state(model)
+def unwrapped(accelerator: Accelerator, model: Any, keep_fp32_wrapper: bool, keep_torch_compile: bool) -> Any:
+    """The user's own module, with its original forward unless `keep_fp32_wrapper`."""
+    inner = extract_model_from_parallel(model, True, keep_torch_compile)
+    if keep_fp32_wrapper:
+        return inner
+    return extract_model_from_parallel(accelerator.precision.unwrap(inner), False, keep_torch_compile)
 
 
 def _place_each(accelerator: Accelerator, given: Given, models: list[int]) -> bool:
@@ -246,7 +245,7 @@ def _optimizer(given: Any, optimizer: Optimizer, placed: bool) -> AcceleratedOpt
 def _bind_optimizer(accelerator: Accelerator, made: AcceleratedOptimizer) -> None:
     """Let this Accelerator decide when and how the optimizer steps."""
     made.scaler = accelerator.precision.scaler
-    made._bind(accelerator.grad_sync, accelerator.strategy.step)
+    made._bind(accelerator.grad_sync, stepped_in_backward if is_lomo(made) else accelerator.strategy.step)
 
 
 def _scheduler(accelerator: Accelerator, given: Any, scheduler: Any) -> AcceleratedScheduler:

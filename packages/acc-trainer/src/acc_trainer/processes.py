@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import builtins
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+import acc_ops  # lazy, so that importing the Accelerator costs little
+from acc_ops.lazy import LazyModule
 
-from acc_ops.collectives import DistributedOperationException, barrier
-from acc_ops.tree import is_namedtuple
-from acc_ops.world import World
+if TYPE_CHECKING:
+    from acc_ops import object_collectives as objects
+    from acc_ops.world import World
+    from acc_trainer import splitting
+else:
+    objects = LazyModule("acc_ops.object_collectives")
+    splitting = LazyModule("acc_trainer.splitting")
+
+logger = logging.getLogger(__name__)
 
 
 class Processes:
@@ -45,7 +54,7 @@ class Processes:
 
     def wait_for_everyone(self) -> None:
         """Go on when every process got here. `MismatchError` on every process when one of them is in another collective instead."""
-        barrier(self.world)
+        acc_ops.barrier(self.world)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """`print`, once per machine."""
@@ -54,156 +63,120 @@ class Processes:
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """Decorator: rank 0 runs the function, the others get None. Decided when the function is called."""
-        return self._only(function, lambda world: world.is_main)
+        return _only(self, function, lambda world: world.is_main)
 
     def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """Decorator: the first process of each machine runs the function, the others get None."""
-        return self._only(function, lambda world: world.is_local_main)
+        return _only(self, function, lambda world: world.is_local_main)
 
     def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Decorator: the highest rank runs the function, the others get None."""
-        return self._only(function, lambda world: world.is_last)
+        return _only(self, function, lambda world: world.is_last)
 
     def on_process(
         self, function: Callable[..., Any] | None = None, process_index: int | None = None
     ) -> Callable[..., Any]:
         """Decorator: rank `process_index` (default 0) runs the function, the others get None."""
-        return self._only(function, lambda world: world.rank == (process_index or 0))
+        wanted = _place(process_index, "process_index")
+        return _only(self, function, lambda world: world.rank == wanted)
 
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Callable[..., Any]:
         """Decorator: process `local_process_index` (default 0) of each machine runs the function, the others get None."""
-        return self._only(function, lambda world: world.local_rank == (local_process_index or 0))
-
-    def _only(
-        self, function: Callable[..., Any] | None, chosen: Callable[[World], bool]
-    ) -> Callable[..., Any]:
-        if function is None:
-            return lambda given: self._only(given, chosen)
-        if not callable(function):
-            raise TypeError(f"this decorator takes a function, got {function!r}")
-
-        @functools.wraps(function)
-        def on_chosen(*args: Any, **kwargs: Any) -> Any:
-            return function(*args, **kwargs) if chosen(self.world) else None
-
-        return on_chosen
+        wanted = _place(local_process_index, "local_process_index")
+        return _only(self, function, lambda world: world.local_rank == wanted)
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """Rank 0 runs the block, then the others do; an error in rank 0 does not leave them waiting."""
-        with _goes_first(self.world, self.world.is_main):
+        """Rank 0 runs the block, then the others do. When rank 0 fails in it, the others raise `CommError` with its error instead."""
+        with _goes_first(self.world, self.world.is_main, "main_process_first"):
             yield
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """The first process of each machine runs the block, then the others do."""
-        with _goes_first(self.world, self.world.is_local_main):
+        """The first process of each machine runs the block, then the others do; when one of the first fails, all others raise `CommError`."""
+        with _goes_first(self.world, self.world.is_local_main, "local_main_process_first"):
             yield
 
     @contextmanager
-    def split_between_processes(
-        self, inputs: list[Any] | tuple[Any, ...] | dict[str, Any] | torch.Tensor, apply_padding: bool = False
-    ) -> Iterator[Any]:
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
         """This process's part of a list, a tuple, the rows of a tensor or an array, a data set, or of every value of a dict or namedtuple.
 
         The first ranks get one more where the length does not divide. `apply_padding` repeats the last item so that every part is as
         long. The input itself is never changed. Other types (text, numbers, sets) are handed out whole. Raises `ValueError`, on one
         process too, for a dict or namedtuple whose values have different lengths or cannot be split.
         """
-        yield split(inputs, self.world.rank, self.world.size, apply_padding)
+        yield splitting.split(inputs, self.world.rank, self.world.size, apply_padding)
+
+
+def _place(index: int | None, name: str) -> int:
+    if index is None:
+        return 0
+    if isinstance(index, bool) or not isinstance(index, int) or index < 0:
+        raise ValueError(f"{name} must be a process's number, from 0, got {index!r}")
+    return index
+
+
+def _only(
+    owner: Processes, function: Callable[..., Any] | None, chosen: Callable[[World], bool]
+) -> Callable[..., Any]:
+    """`function` for the chosen ranks; where there is only one process, it does what any of them would do."""
+    if not isinstance(owner, Processes):
+        raise ValueError(
+            f"this decorator belongs to an object, got {owner!r}: make one first, accelerator = Accelerator(), "
+            "and write @accelerator.on_main_process"
+        )
+    if not getattr(owner, "initialized", True):
+        raise ValueError(f"this {type(owner).__name__} was reset: build an Accelerator() or a new one first")
+    if function is None:
+        return lambda given: _only(owner, given, chosen)
+    if not callable(function):
+        raise TypeError(f"this decorator takes a function, got {function!r}")
+
+    @functools.wraps(function)
+    def on_chosen(*args: Any, **kwargs: Any) -> Any:
+        world = owner.world
+        return function(*args, **kwargs) if world.size == 1 or chosen(world) else None
+
+    return on_chosen
 
 
 @contextmanager
-def _goes_first(world: World, first: bool) -> Iterator[None]:
+def _goes_first(world: World, first: bool, name: str) -> Iterator[None]:
+    """The others wait until the first are done, and hear how that ended."""
     if not first:
-        barrier(world)
+        _meet(world, name)
+    begun = time.monotonic_ns()
     try:
         yield
-    except (
-        DistributedOperationException
-    ):  # a collective met the others' barrier: they have raised, and wait no longer
-        raise
-    except BaseException:
-        if first:
-            barrier(world)
+    except acc_ops.DistributedOperationException:
+        raise  # a collective in the block met the others' waiting: they have raised it, too
+    except BaseException as error:
+        if first and getattr(error, _TOLD, 0) < begun:  # else a block inside this one has told it
+            _tell(world, name, error)
         raise
     if first:
-        barrier(world)
+        _meet(world, name)
 
 
-def split(inputs: Any, rank: int, size: int, apply_padding: bool = False) -> Any:
-    """The part of `inputs` that belongs to `rank` of `size`; see `Processes.split_between_processes`."""
-    if isinstance(inputs, Mapping) or is_namedtuple(inputs):
-        values = inputs if isinstance(inputs, Mapping) else inputs._asdict()
-        _check_values(values)
-        parts = {key: split(value, rank, size, apply_padding) for key, value in values.items()}
-        return inputs if size == 1 else _like(inputs, parts)
-    if size == 1 or not _has_rows(inputs):
-        return inputs
-    places = _places(len(inputs), rank, size, apply_padding)
-    if _is_dataset(inputs):
-        return inputs.select(places)
-    if isinstance(inputs, torch.Tensor):
-        return inputs[torch.tensor(places, dtype=torch.long, device=inputs.device)]
-    if isinstance(inputs, Sequence):
-        part = [inputs[place] for place in places]
-        return tuple(part) if isinstance(inputs, tuple) else part
-    rows = getattr(inputs, "iloc", inputs)  # pandas means columns without it
-    repeated = len(places) > len(set(places))
-    return rows[places] if repeated else rows[slice(places[0], places[-1] + 1) if places else slice(0, 0)]
+_TOLD = "_every_process_knew_at"  # when an error was told to all, or heard from another: an attribute of it
 
 
-def _has_rows(inputs: Any) -> bool:
-    """Whether it is a list, a tuple, a range, a data set, or an array: something with a length, of which a slice is a part."""
-    if isinstance(inputs, (str, bytes, bytearray)) or not hasattr(inputs, "__getitem__"):
-        return False
+def _meet(world: World, name: str, failed: str | None = None) -> None:
+    if world.size == 1:
+        return
+    # one name for both kinds, so that blocks may be nested: each rank meets the others once a block
+    for rank, text in enumerate(objects.all_objects(world, "main_process_first", failed)):
+        if text is not None and failed is None:
+            heard = acc_ops.CommError(f"rank {rank}, which goes first in {name}, failed: {text}")
+            setattr(heard, _TOLD, time.monotonic_ns())
+            raise heard
+
+
+def _tell(world: World, name: str, error: BaseException) -> None:
     try:
-        len(inputs)
-    except TypeError:  # a tensor or an array without dimensions
-        return False
-    return isinstance(inputs, (Sequence, torch.Tensor)) or hasattr(inputs, "__array__") or _is_dataset(inputs)
-
-
-def _places(length: int, rank: int, size: int, apply_padding: bool) -> list[int]:
-    """The positions of a rank's part, the last position repeated for padding."""
-    each, rest = divmod(length, size)
-    start = rank * each + min(rank, rest)
-    places = list(range(start, start + each + (1 if rank < rest else 0)))
-    if apply_padding and length:
-        longest = each + (1 if rest else 0)
-        places += [length - 1] * (longest - len(places))
-    return places
-
-
-def _check_values(values: Mapping[Any, Any]) -> None:
-    """Every value can be split, and all have as many rows."""
-    lengths = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping) or is_namedtuple(value):
-            continue  # checked when it is split itself
-        if not _has_rows(value):
-            raise ValueError(
-                f"every value of a dict to be split must be a list, a tuple, a tensor or an array, but {key!r} holds {value!r:.80}: put "
-                "it into a list, or leave it out of the dict"
-            )
-        lengths[key] = len(value)
-    if len(set(lengths.values())) > 1:
-        raise ValueError(f"all values of a dict to be split must have the same length, got {lengths}")
-
-
-def _like(original: Any, parts: dict[Any, Any]) -> Any:
-    """`parts` in a mapping or namedtuple of the same kind, where that can be made from a dict."""
-    if not isinstance(original, Mapping):
-        return type(original)(**parts)
-    if type(original) is dict:
-        return parts
-    try:
-        return type(original)(parts)  # type: ignore[call-arg]
-    except TypeError:
-        return parts
-
-
-def _is_dataset(inputs: Any) -> bool:
-    return type(inputs).__module__.partition(".")[0] == "datasets" and hasattr(inputs, "select")
+        _meet(world, name, f"{type(error).__name__}: {error}")
+    except (acc_ops.CommError, acc_ops.DistributedOperationException) as lost:
+        logger.warning("rank %d failed in %s and could not tell the others: %s", world.rank, name, lost)
+    setattr(error, _TOLD, time.monotonic_ns())

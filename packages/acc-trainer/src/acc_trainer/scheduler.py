@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from typing import Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from acc_trainer.grad_sync import GradSync
+from acc_trainer.gradient_state import current_grad_sync
 from acc_trainer.optimizer import AcceleratedOptimizer
-from acc_trainer.state import PartialState, current_grad_sync
+from acc_trainer.state import PartialState
 
 
 class AcceleratedScheduler:
@@ -35,6 +37,7 @@ class AcceleratedScheduler:
         self.step_with_optimizer = step_with_optimizer
         self._grad_sync: GradSync | None = None
         self._num_processes: int | None = None
+        self._seen: list[int] = []  # real updates of each optimizer when the schedule last moved
 
     def _bind(self, grad_sync: GradSync, num_processes: int) -> None:
         """Belong to an Accelerator."""
@@ -48,19 +51,28 @@ class AcceleratedScheduler:
         sync = self._grad_sync if self._grad_sync is not None else current_grad_sync()
         if not sync.sync:
             return None
-        if any(getattr(optimizer, "step_was_skipped", False) for optimizer in self.optimizers):
+        updates = [getattr(optimizer, "_updates", 0) for optimizer in self.optimizers]
+        if self._holds_still(updates):
             return None
+        self._seen = updates
         if args or kwargs or self.split_batches or isinstance(self.scheduler, ReduceLROnPlateau):
             return self.scheduler.step(*args, **kwargs)
         return self._step_for_each_process()
 
+    def _holds_still(self, updates: list[int]) -> bool:
+        """Whether an optimizer skipped its last step, and made no other one since the schedule moved (a call once per epoch counts)."""
+        seen = self._seen if len(self._seen) == len(updates) else [0] * len(updates)
+        return any(
+            getattr(optimizer, "step_was_skipped", False) and now == before
+            for optimizer, now, before in zip(self.optimizers, updates, seen, strict=True)
+        )
+
     def _step_for_each_process(self) -> Any:
         result = None
-        total = getattr(self.scheduler, "total_steps", None)
         for _ in range(
             self._num_processes if self._num_processes is not None else PartialState().num_processes
         ):
-            if total is not None and self.scheduler.last_epoch >= total:
+            if _has_ended(self.scheduler):
                 break
             result = self.scheduler.step()
         return result
@@ -96,6 +108,18 @@ class AcceleratedScheduler:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+
+
+def _has_ended(scheduler: Any) -> bool:
+    """Whether `scheduler`, or one inside it whose turn it is, has made its `total_steps` and would raise at another one."""
+    total = getattr(scheduler, "total_steps", None)
+    if total is not None and scheduler.last_epoch >= total:
+        return True
+    inner = getattr(scheduler, "_schedulers", ())  # of torch's ChainedScheduler and SequentialLR
+    milestones = getattr(scheduler, "_milestones", None)
+    if inner and milestones is not None:
+        inner = [inner[bisect_right(milestones, scheduler.last_epoch + 1)]]
+    return any(_has_ended(one) for one in inner)
 
 
 def belongs_to(scheduler: Any, optimizer: AcceleratedOptimizer) -> bool:

@@ -25,9 +25,9 @@ from acc_plugins.options.project import ProjectConfiguration
 from acc_plugins.strategies.registry import choose_precision, choose_strategy
 from acc_plugins.strategies.strategy import Strategy
 from acc_trainer.grad_sync import GradSync
-from acc_trainer.state import AcceleratorState, is_initialized, sync_from_plugin
+from acc_trainer.gradient_state import sync_from_plugin
+from acc_trainer.state import AcceleratorState, is_initialized
 
-UNSET: Any = object()
 _HANDLERS: dict[type[KwargsHandler], str] = {
     AutocastKwargs: "autocast",
     DistributedDataParallelKwargs: "ddp",
@@ -126,12 +126,14 @@ def project_of(project_dir: Any, config: ProjectConfiguration | None) -> Project
     return made
 
 
-def dataloader_of(config: DataLoaderConfiguration | None, split_batches: Any) -> DataLoaderConfiguration:
+def dataloader_of(
+    config: DataLoaderConfiguration | None, split_batches: bool | None
+) -> DataLoaderConfiguration:
     """How loaders are prepared; `split_batches` of the Accelerator counts where it was given."""
     if config is not None and not isinstance(config, DataLoaderConfiguration):
         raise TypeError(f"dataloader_config must be a DataLoaderConfiguration, got {config!r}")
     made = config if config is not None else DataLoaderConfiguration()
-    return made if split_batches is UNSET else replace(made, split_batches=bool(split_batches))
+    return made if split_batches is None else replace(made, split_batches=bool(split_batches))
 
 
 def dynamo_of(backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:

@@ -1,4 +1,4 @@
-"""PartialState, AcceleratorState, GradientState: the public faces over World and GradSync.
+"""PartialState and AcceleratorState: the public faces over World, and over what the first Accelerator chose.
 
 [Note: shared state] Every instance of a state class shows the same dict, `_shared_state`, which existing code clears and writes to.
 There is one such dict for a process. Where ranks are threads, each rank has its own.
@@ -16,8 +16,6 @@ from acc_ops.devices import default_device, device_row, set_device
 from acc_ops.enums import DistributedType, PrecisionType
 from acc_ops.environment import parse_choice_from_env, parse_flag_from_env
 from acc_ops.world import World, bound_world, join_world, leave_world
-from acc_plugins.options.accumulation import GradientAccumulationPlugin
-from acc_trainer.grad_sync import GradSync
 from acc_trainer.processes import Processes
 
 
@@ -33,6 +31,14 @@ class SharedState:
         if bound is not None and isinstance(bound.comm, ThreadComm):
             return self._threads.setdefault(bound.comm, {})
         return self._process
+
+    def renew(self) -> None:
+        """Instances to come show a new, empty dict; those that were made keep theirs."""
+        bound = bound_world()
+        if bound is not None and isinstance(bound.comm, ThreadComm):
+            self._threads[bound.comm] = {}
+        else:
+            self._process = {}
 
 
 class PartialState(Processes):
@@ -161,6 +167,10 @@ class AcceleratorState(Processes):
         if any(plugin is not None for plugin in not_built):
             given = next(plugin for plugin in not_built if plugin is not None)
             raise ValueError(f"{type(given).__name__} is not built yet in acc: leave it out")
+        if "_over" in self.__dict__ and _from_accelerator:
+            vars(AcceleratorState)["_shared_state"].renew()
+            PartialState._reset_state()
+            self.__dict__ = self._shared_state
         if self.initialized:
             self._check_initialized(mixed_precision, cpu)
             return
@@ -173,6 +183,7 @@ class AcceleratorState(Processes):
             _partial=partial,
             _mixed_precision=precision_name(mixed_precision),
             dynamo_plugin=dynamo_plugin,
+            parallelism_config=None,
         )
 
     def __repr__(self) -> str:
@@ -227,9 +238,27 @@ class AcceleratorState(Processes):
         return self.distributed_type == DistributedType.FSDP
 
     @property
+    def device_mesh(self) -> Any:
+        """The world's mesh, or None."""
+        return self.world.mesh
+
+    @property
     def deepspeed_plugin(self) -> None:
         """The DeepSpeed plugin in use: none."""
         return
+
+    @property
+    def deepspeed_plugins(self) -> None:
+        """All DeepSpeed plugins by name: none."""
+        return
+
+    def get_deepspeed_plugin(self, name: str) -> Any:
+        """The DeepSpeed plugin called `name`. Raises `ValueError` where DeepSpeed is not in use."""
+        raise ValueError(f"there is no DeepSpeed plugin {name!r}: this run does not use DeepSpeed")
+
+    def select_deepspeed_plugin(self, name: str | None = None) -> None:
+        """Go on with the DeepSpeed plugin called `name`. Raises `ValueError` where DeepSpeed is not in use."""
+        raise ValueError(f"DeepSpeed plugin {name!r} cannot be chosen: this run does not use DeepSpeed")
 
     @property
     def fork_launched(self) -> bool:
@@ -242,22 +271,12 @@ class AcceleratorState(Processes):
 
 
 def leave_run(state: AcceleratorState) -> None:
-    """Leave the process group; `state` keeps showing the run that is over, and the next Accelerator starts a new one."""
-    world = state.world
-    if world.size == 1 or isinstance(world.comm, ThreadComm):
+    """Leave the process group. What was built goes on showing the run that is over; the next Accelerator starts a new one."""
+    if "_over" in state.__dict__:  # a newer run may have begun
         return
-    state.destroy_process_group()
-    if torch.distributed.is_initialized():  # somebody else's, who may go on
-        return
-    state.__dict__ = {**state.__dict__, "_partial": _detached(state._partial)}
-    AcceleratorState._reset_state(True)
-
-
-def _detached(partial: PartialState) -> PartialState:
-    """A PartialState with the same facts that a reset does not empty."""
-    twin = object.__new__(PartialState)
-    twin.__dict__.update(partial.__dict__)
-    return twin
+    if not isinstance(state.world.comm, ThreadComm):
+        state.destroy_process_group()
+    state.__dict__["_over"] = True
 
 
 def precision_name(mixed_precision: Any) -> str:
@@ -274,127 +293,6 @@ def precision_name(mixed_precision: Any) -> str:
 
 
 def is_initialized() -> bool:
-    """Whether an Accelerator was built in this process (and not reset)."""
-    return bool(AcceleratorState._shared_state)
-
-
-class GradientState:
-    """Where gradient accumulation stands; every Accelerator shows its own, `GradientState()` that of the newest one."""
-
-    _shared_state = SharedState()
-
-    def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
-        shared = self._shared_state
-        if gradient_accumulation_plugin is not None:
-            shared["grad_sync"] = sync_from_plugin(gradient_accumulation_plugin)
-        elif "grad_sync" not in shared:
-            shared["grad_sync"] = GradSync()
-        self._own: GradSync | None = None
-
-    @classmethod
-    def of(cls, grad_sync: GradSync) -> GradientState:
-        """The face of one GradSync, which becomes that of the newest Accelerator."""
-        cls._shared_state["grad_sync"] = grad_sync
-        made = cls()
-        made._own = grad_sync
-        return made
-
-    def __repr__(self) -> str:
-        return (
-            f"Sync Gradients: {self.sync_gradients}\nAt end of current dataloader: {self.end_of_dataloader}\n"
-            f"Extra samples added: {self.remainder}\nGradient accumulation plugin: {self.plugin_kwargs}\n"
-        )
-
-    @staticmethod
-    def _reset_state() -> None:
-        """Forget the newest Accelerator's; earlier Accelerators keep their own."""
-        GradientState._shared_state.clear()
-
-    @property
-    def _sync(self) -> GradSync:
-        return self._own if self._own is not None else current_grad_sync()
-
-    @property
-    def initialized(self) -> bool:
-        """Whether there is something to show."""
-        return "grad_sync" in GradientState._shared_state
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the current micro-batch ends a window."""
-        return self._sync.sync
-
-    @sync_gradients.setter
-    def sync_gradients(self, value: bool) -> None:
-        self._sync.sync = bool(value)
-
-    def _set_sync_gradients(self, sync_gradients: bool) -> None:
-        self._sync.sync = bool(sync_gradients)
-
-    @property
-    def num_steps(self) -> int:
-        """Micro-batches of a full window."""
-        return self._sync.num_steps
-
-    @property
-    def adjust_scheduler(self) -> bool:
-        """Whether schedulers count the calls on which they do not move."""
-        return self._sync.adjust_scheduler
-
-    @property
-    def sync_with_dataloader(self) -> bool:
-        """Whether the last batch of a loader ends the window."""
-        return self._sync.sync_with_loader
-
-    @property
-    def plugin_kwargs(self) -> dict[str, Any]:
-        """What differs from the defaults of GradientAccumulationPlugin."""
-        return self._sync.options
-
-    @property
-    def in_dataloader(self) -> bool:
-        """Whether a prepared loader is being iterated."""
-        return bool(self._sync.loaders)
-
-    @property
-    def dataloader_references(self) -> list[Any]:
-        """The loaders being iterated, the outermost first."""
-        return [loader for position in self._sync.loaders if (loader := _loader_of(position)) is not None]
-
-    @property
-    def active_dataloader(self) -> Any:
-        """The loader whose batch is in use, or None."""
-        return _loader_of(self._sync.loaders[-1]) if self._sync.loaders else None
-
-    @property
-    def end_of_dataloader(self) -> bool:
-        """Whether the batch in use is the last one of its loader."""
-        return self._sync.end_of_loader
-
-    @property
-    def remainder(self) -> int:
-        """Samples of the last group of batches; -1 outside a loader and where it is unknown."""
-        return int(getattr(self._sync.loaders[-1], "remainder", -1)) if self._sync.loaders else -1
-
-
-def _loader_of(position: Any) -> Any:
-    reference = getattr(position, "loader", None)
-    return reference() if reference is not None else None
-
-
-def current_grad_sync() -> GradSync:
-    """The GradSync of the newest Accelerator; one without accumulation where there is none."""
-    sync: GradSync = GradientState._shared_state.setdefault("grad_sync", GradSync())
-    return sync
-
-
-def sync_from_plugin(plugin: GradientAccumulationPlugin) -> GradSync:
-    """The counter that `plugin` describes."""
-    made = GradSync(
-        1 if plugin.num_steps is None else plugin.num_steps,
-        sync_with_loader=plugin.sync_with_dataloader,
-        sync_each_batch=plugin.sync_each_batch,
-        adjust_scheduler=plugin.adjust_scheduler,
-    )
-    made.options = plugin.to_kwargs()
-    return made
+    """Whether an Accelerator was built in this process, and neither ended its training nor was reset."""
+    shown = AcceleratorState._shared_state
+    return bool(shown) and "_over" not in shown

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.amp import GradScaler
-
-from acc_ops.enums import LoggerType, RNGType
-from acc_ops.world import World
-from acc_plugins.options.compile import TorchDynamoPlugin
-from acc_plugins.options.dataloader import DataLoaderConfiguration
-from acc_plugins.options.project import ProjectConfiguration
-from acc_plugins.precisions.precision import Precision
-from acc_plugins.strategies.strategy import Strategy
+import acc_ops
 from acc_trainer.grad_sync import GradSync
 from acc_trainer.processes import Processes
-from acc_trainer.setup import Handlers
-from acc_trainer.state import AcceleratorState
+from acc_trainer.rooms import lomo, parallel
 
 if TYPE_CHECKING:
+    import torch
+    from torch.amp import GradScaler
+
+    from acc_ops.enums import FP8BackendType, RNGType
+    from acc_ops.world import World
+    from acc_plugins.options.compile import TorchDynamoPlugin
+    from acc_plugins.options.dataloader import DataLoaderConfiguration
+    from acc_plugins.options.project import ProjectConfiguration
+    from acc_plugins.precisions.precision import Precision
+    from acc_plugins.strategies.strategy import Strategy
     from acc_trainer.optimizer import AcceleratedOptimizer
+    from acc_trainer.setup import Handlers
+    from acc_trainer.state import AcceleratorState
+    from acc_trainer.tracking.run import Trackers
 
 
 class Views(Processes):
@@ -33,9 +36,9 @@ class Views(Processes):
     dataloader_config: DataLoaderConfiguration
     dynamo_plugin: TorchDynamoPlugin
     rng_types: list[str | RNGType]
-    log_with: list[str | LoggerType | Any]
     _handlers: Handlers
     _optimizers: list[AcceleratedOptimizer]
+    _trackers: Trackers
 
     # the processes
     @property
@@ -189,6 +192,16 @@ class Views(Processes):
         """Whether this process writes the files that only one process writes."""
         return self.strategy.writes
 
+    @property
+    def trackers(self) -> list[Any]:
+        """The trackers that are running."""
+        return self._trackers.running
+
+    @property
+    def log_with(self) -> list[Any]:
+        """What `init_trackers` starts."""
+        return self._trackers.log_with
+
     # handlers
     @property
     def ddp_handler(self) -> Any:
@@ -215,6 +228,29 @@ class Views(Processes):
         """The ProfileKwargs given, or None."""
         return self._handlers.profile
 
+    @property
+    def has_lomo_optimizer(self) -> bool:
+        """Whether a LOMO optimizer, which updates while it differentiates, was prepared."""
+        return any(lomo.is_lomo(optimizer) for optimizer in self._optimizers)
+
+    # fp8: not built yet, so no run has it
+    @property
+    def fp8_backend(self) -> FP8BackendType:
+        """Which library computes in fp8: none."""
+        return acc_ops.FP8BackendType.NO
+
+    @property
+    def fp8_enabled(self) -> bool:
+        """Whether forwards run in fp8."""
+        return self.mixed_precision == "fp8"
+
+    has_fp8_handler = False
+    delayed_fp8_autocast = False
+    fp8_recipe_handler = None
+    ao_recipe_handler = None
+    te_recipe_handler = None
+    msamp_recipe_handler = None
+
     # engines that are not in use
     @property
     def deepspeed_plugin(self) -> None:
@@ -222,11 +258,46 @@ class Views(Processes):
         return
 
     @property
-    def parallelism_config(self) -> None:
-        """The ParallelismConfig in use: none."""
-        return
+    def parallelism_config(self) -> Any:
+        """The ParallelismConfig in use, or None."""
+        return self.state.parallelism_config
 
     @property
     def is_fsdp2(self) -> bool:
         """Whether models are sharded with FSDP2."""
         return self.strategy.name == "fsdp2"
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """Whether models may be sharded along several axes of a mesh: with FSDP2 only."""
+        return self.is_fsdp2
+
+    # this process on the axes of the mesh: 0 on an axis that is not in use, RuntimeError without a parallelism_config
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """Among the processes that share one layer."""
+        return parallel.rank_along(self, "tp")
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Among the copies of the model."""
+        return parallel.rank_along(self, "dp_replicate")
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """Among the processes that share the weights of one copy."""
+        return parallel.rank_along(self, "dp_shard")
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """Raises `NotImplementedError`: there is no pipeline axis."""
+        raise NotImplementedError(
+            "an Accelerator has no pipeline axis: torch.distributed.pipelining has its own ranks"
+        )
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """Raises `NotImplementedError`: which part of a sequence a process has is the engine's own business."""
+        raise NotImplementedError(
+            "an Accelerator does not tell the rank on the context axis: use torch_device_mesh['cp'].get_local_rank()"
+        )

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from acc_ops.testing import run_threads
+from acc_ops.collectives import gather
+from acc_ops.exchange import MismatchError
+from acc_ops.testing import count_calls, run_threads
 from acc_ops.world import current_world
 from acc_trainer.data.dispatch import DataLoaderDispatcher, cut_rows
 from acc_trainer.data.prepare import prepare_data_loader, skip_first_batches
+from acc_trainer.grad_sync import GradSync
 
 
 def dispatched(loader, **options):
@@ -202,3 +207,104 @@ def test_rows_are_cut_everywhere_they_are():
     assert part["b"][1] == ["x", "y"]
     assert part["c"].item() == 1.0
     assert part["d"] == [1, 2]
+
+
+def counted(work):
+    """How often each collective is called while `work` runs on this rank."""
+    comm, made = current_world().comm, Counter()
+    for name in ("scatter", "broadcast", "all_gather", "all_reduce", "broadcast_object", "scatter_object"):
+        call = getattr(comm, name)
+        setattr(comm, name, lambda *args, _call=call, _name=name: (made.update([_name]), _call(*args))[1])
+    work()
+    return made
+
+
+@pytest.mark.parametrize("size", [8, 80])
+def test_a_step_takes_one_collective(size):
+    def ask():
+        made = dispatched(DataLoader([{"x": torch.ones(3), "y": i} for i in range(size)], 2))
+        return dict(counted(lambda: list(made)))
+
+    # one more begins the pass
+    assert run_threads(2, ask) == [{"scatter": size // 4, "all_gather": 1}] * 2
+
+
+def test_words_and_changing_shapes_take_two():
+    def words(items):
+        return {"x": torch.zeros(len(items), max(items) + 1), "word": [str(i) for i in items]}
+
+    def ask():
+        made = dispatched(DataLoader(range(16), 2, collate_fn=words))
+        return dict(counted(lambda: list(made)))
+
+    assert run_threads(2, ask) == [{"scatter": 4, "broadcast": 3, "all_gather": 1}] * 2
+
+
+def test_one_process_does_what_it_does_without_dispatching():
+    def calls(**options):
+        made = prepare_data_loader(
+            DataLoader(list(range(64)), 2), device=torch.device("cpu"), put_on_device=True, **options
+        )
+        made._grad_sync = GradSync()
+        rows(made)
+        return count_calls(lambda: rows(made))
+
+    assert calls(dispatch_batches=True) - calls(dispatch_batches=False) < 8  # of 32 batches
+
+
+def test_a_prepared_loader_adds_few_calls_to_a_batch():
+    def calls(loader):
+        list(loader)
+        return count_calls(lambda: list(loader))
+
+    plain = DataLoader([{"x": torch.ones(1)} for _ in range(200)], 1)
+    made = prepare_data_loader(plain, device=torch.device("cpu"), put_on_device=True)
+    made._grad_sync = GradSync()
+    # for each batch: this loader's two generators, the look at the batch and at its values
+    assert calls(made) - calls(plain) < 200 * 6
+
+
+@pytest.mark.parametrize("how", ["break", "error"])
+def test_a_loop_that_is_left_leaves_the_next_one_whole(how):
+    def ask():
+        made = dispatched(DataLoader(Stream(8), 1))
+        made._grad_sync = GradSync()
+        try:
+            for _ in made:
+                if how == "break":
+                    break
+                raise KeyError(how)
+        except KeyError:
+            pass
+        assert made.grad_sync.loaders == []
+        return rows(made), made.iteration
+
+    assert run_threads(2, ask) == [([[0], [2], [4], [6]], 2), ([[1], [3], [5], [7]], 2)]
+
+
+def test_loops_inside_loops_do_not_disturb_each_other():
+    def ask():
+        outer, inner = dispatched(DataLoader(Stream(4), 1)), dispatched(DataLoader(Stream(3), 1))
+        outer._grad_sync = inner._grad_sync = sync = GradSync()
+        seen = []
+        for batch in outer:
+            inside = [(one.item(), sync.end_of_loader) for one in inner]
+            seen.append((batch.item(), inside, outer.end_of_dataloader))
+        return seen
+
+    first, second = run_threads(2, ask)
+    assert first == [(0, [(0, False), (2, True)], False), (2, [(0, False), (2, True)], True)]
+    assert second == [(1, [(1, False), (0, True)], False), (3, [(1, False), (0, True)], True)]
+
+
+def test_ranks_that_begin_different_loops_are_told():
+    def ask():
+        if current_world().is_main:
+            with pytest.raises(MismatchError, match="broadcast_object_list"):
+                rows(dispatched(DataLoader(Stream(4), 1)))
+        else:
+            with pytest.raises(MismatchError, match="broadcast_object_list"):
+                gather(torch.ones(1), world=current_world())
+        return True
+
+    assert all(run_threads(2, ask))

@@ -13,11 +13,12 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from acc_ops.testing import run_threads
 from acc_trainer import Accelerator
-from acc_trainer.data.batches import is_plainly_on_cpu
-from acc_trainer.data.loader import DataLoaderShard, SkipDataLoader
+from acc_trainer.data.batches import mover
+from acc_trainer.data.loader import DataLoaderShard
 from acc_trainer.data.prepare import prepare_data_loader, skip_first_batches
+from acc_trainer.data.skipping import SkipDataLoader
 from acc_trainer.grad_sync import GradSync
-from acc_trainer.state import GradientState
+from acc_trainer.gradient_state import GradientState
 
 
 def prepared(loader, **options):
@@ -281,12 +282,15 @@ def test_batches_go_to_the_device():
     assert {batch.device.type for batch in prepared(DataLoader(torch.arange(4), 2))} == {"cpu"}
 
 
-def test_only_what_is_plainly_on_the_cpu_is_left_alone():
-    here, away = torch.ones(1), torch.ones(1, device="meta")
-    assert all(is_plainly_on_cpu(batch) for batch in (here, [here, here], (here,), {"a": here}, []))
-    assert not any(
-        is_plainly_on_cpu(batch) for batch in (away, [here, away], {"a": away}, {"a": [here]}, ["a"], 3)
-    )
+def test_what_is_on_the_cpu_is_handed_on_as_it_is_and_the_rest_is_moved():
+    stay = mover(torch.device("cpu"), False)
+    here = torch.ones(1)
+    for batch in (here, [here, here], (here,), {"a": here}, [], {"a": [here]}, ["a"], 3):
+        assert stay(batch) is batch
+    away = mover(torch.device("meta"), False)
+    assert away(here).device.type == "meta"
+    assert away({"a": [here], "b": "text"})["a"][0].device.type == "meta"
+    assert mover(None, False) is None
 
 
 def test_it_passes_for_a_loader():

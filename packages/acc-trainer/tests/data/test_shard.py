@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
 
-from acc_trainer.data.shard import BatchSamplerShard, IndexShard, IterableDatasetShard, Repeated
+from acc_trainer.data.shard import BatchSamplerShard, IndexShard, IterableDatasetShard, Repeated, Tail
 
 
 def batches_of(size: int, batch: int, drop_last: bool) -> BatchSampler:
@@ -63,14 +63,55 @@ def test_the_tail_says_how_many_rows_of_each_rank_are_samples(size, share, ranks
     batch = share * ranks if split else share
     group = batch if split else batch * ranks
     made = shards(batches_of(size, batch, False), ranks, split, even)
-    last = [batches[-1] if len(batches) == -(-size // group) else [] for batches in map(list, made)]
+    given_out = [list(shard) for shard in made]
+    steps = -(-size // group)
+    last = [batches[-1] if len(batches) == steps else [] for batches in given_out]
+    for shard, batches in zip(made, given_out, strict=True):
+        tails = [shard.tail_of(number) for number in range(1, len(batches) + 1)]
+        if size % group == 0 or len(batches) < steps:  # a rank that ends earlier has whole groups only
+            assert not any(tails)
+            continue
+        *before, tail = tails
+        assert not any(before)
+        assert sum(tail.real) == size % group
+        assert list(tail.sizes) == [len(part) for part in last]
+        assert all(real <= rows for real, rows in zip(tail.real, tail.sizes, strict=True))
+
+
+@pytest.mark.parametrize("even", [True, False])
+def test_a_short_batch_in_the_middle_leaves_no_rank_without_rows(even):
+    batches = [[0, 1, 2], [3], [4, 5], [6, 7, 8]]
+
+    class Bucketed:
+        batch_size, drop_last = 3, False
+
+        def __iter__(self):
+            return iter(batches)
+
+    made = shards(Bucketed(), 3, True, even)
+    assert [list(shard) for shard in made] == [
+        [[0], [3], [4], [6]],
+        [[1], [0], [5], [7]],
+        [[2], [1], [0], [8]],
+    ]
     for shard in made:
-        if size % group == 0:
-            assert shard.tail is None
-        else:
-            assert sum(shard.tail.real) == size % group
-            assert list(shard.tail.sizes) == [len(part) for part in last]
-            assert all(real <= rows for real, rows in zip(shard.tail.real, shard.tail.sizes, strict=True))
+        tails = [shard.tail_of(number) for number in (1, 2, 3, 4)]
+        assert [None if tail is None else tail.real for tail in tails] == [None, (1, 0, 0), (1, 1, 0), None]
+    assert batches == [[0, 1, 2], [3], [4, 5], [6, 7, 8]]
+
+
+def test_a_tail_of_an_earlier_pass_is_forgotten():
+    class Growing:
+        batch_size, drop_last, size = 2, False, 3
+
+        def __iter__(self):
+            return iter([[0, 1], [2], [3, 4], [5, 6]][: self.size - 1])
+
+    sampler = Growing()
+    (shard, _) = shards(sampler, 2, False, True)
+    assert (list(shard), shard.tail_of(1)) == ([[0, 1]], Tail(real=(2, 1), sizes=(2, 2)))
+    sampler.size = 5
+    assert (list(shard), shard.tail_of(1)) == ([[0, 1], [3, 4]], None)
 
 
 def test_a_known_example():

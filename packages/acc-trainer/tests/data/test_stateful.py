@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from acc_ops.testing import run_threads
+from acc_trainer.data.loader import DataLoaderShard
 from acc_trainer.data.prepare import prepare_data_loader
 from acc_trainer.grad_sync import GradSync
 
@@ -50,3 +52,57 @@ def test_it_goes_on_where_it_was_saved_and_then_with_the_next_epoch(data, seeded
     again = make(2)
     again.position.load_state_dict(state)
     assert (flat(again), flat(again)) == wanted
+
+
+@pytest.mark.skipif(not has_torchdata, reason="needs torchdata")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("data", [list(range(12)), Stream()])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_its_own_state_is_enough_to_go_on_with(data, workers):
+    def make():
+        made = prepare_data_loader(DataLoader(data, 2, num_workers=workers), use_stateful_dataloader=True)
+        made._grad_sync = GradSync()
+        return made
+
+    made = make()
+    for at, _ in enumerate(made, start=1):
+        state = made.state_dict()
+        again = make()
+        again.load_state_dict(state)
+        again.set_epoch(made.iteration)
+        ends = [(batch.tolist(), again.end_of_dataloader, again.position.batches) for batch in again]
+        begin = at if at < 6 else 0  # at the end of an epoch the next one follows
+        assert ends == [
+            (list(range(2 * n, min(2 * n + 2, 12 if isinstance(data, list) else 11))), n == 5, n + 1)
+            for n in range(begin, 6)
+        ]
+        assert bool(state["_iterator_finished"]) == (at == 6)
+
+
+@pytest.mark.skipif(not has_torchdata, reason="needs torchdata")
+@pytest.mark.filterwarnings("ignore")
+def test_a_subclass_can_correct_the_state_that_was_taken():
+    class Counting(DataLoaderShard):
+        def adjust_state_dict_for_prefetch(self):
+            self.dl_state_dict["mine"] = self.position.batches
+
+    made = Counting(Stream(), use_stateful_dataloader=True, batch_size=2)
+    made._grad_sync = GradSync()
+    assert [made.state_dict()["mine"] for _ in made] == list(range(6))
+
+
+@pytest.mark.skipif(not has_torchdata, reason="needs torchdata")
+@pytest.mark.filterwarnings("ignore")
+def test_a_rank_that_reads_nothing_has_nothing_to_save():
+    def work():
+        made = prepare_data_loader(
+            DataLoader(Stream(), 2),
+            device=torch.device("cpu"),
+            put_on_device=True,
+            dispatch_batches=True,
+            use_stateful_dataloader=True,
+        )
+        made._grad_sync = GradSync()
+        return [bool(made.state_dict()) for _ in made]
+
+    assert run_threads(2, work) == [[True] * 3, [False] * 3]

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import types
+
 import pytest
 
+from acc_trainer.accelerator import Accelerator
 from acc_trainer.launch.notebook import debug_launcher, notebook_launcher
 
 
@@ -58,3 +63,24 @@ def test_what_is_no_function_is_refused():
 def test_a_number_of_debug_processes_below_one_is_refused():
     with pytest.raises(ValueError, match="at least 1, got 0"):
         debug_launcher(_never, num_processes=0)
+
+
+def test_in_colab_one_process_is_the_default_and_is_called_in_place(monkeypatch):
+    monkeypatch.setitem(sys.modules, "google.colab", types.ModuleType("google.colab"))
+    called = []
+    notebook_launcher(
+        lambda x: called.append((x, os.environ["ACCELERATE_MIXED_PRECISION"])), (1,), mixed_precision="bf16"
+    )
+    assert called == [(1, "bf16")]
+
+
+def test_an_accelerator_that_is_there_is_an_error_until_its_training_has_ended(monkeypatch):
+    accelerator = Accelerator()
+    for launch in (debug_launcher, notebook_launcher):
+        with pytest.raises(ValueError, match="an Accelerator was built before"):
+            launch(_never, num_processes=2)
+    accelerator.end_training()
+    forked = []
+    monkeypatch.setattr("acc_trainer.launch.notebook._fork", lambda *given: forked.append(given[2]))
+    debug_launcher(_never, num_processes=3)
+    assert forked == [3]

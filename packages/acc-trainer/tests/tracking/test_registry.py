@@ -1,167 +1,83 @@
-"""Trackers: the table, the choice, and a run through the Accelerator."""
+"""Which trackers there are, and which of them `log_with` means."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 
 import pytest
 
 from acc_ops.enums import LoggerType
 from acc_ops.testing import run_threads
 from acc_trainer import Accelerator
-from acc_trainer.tracking.registry import (
-    _IS_INSTALLED,
-    LOGGER_TYPE_TO_CLASS,
-    filter_trackers,
-    get_available_trackers,
-    register_tracker_class,
-)
-from acc_trainer.tracking.tracker import GeneralTracker, on_main_process
+from acc_trainer.tracking import registry
+from acc_trainer.tracking.registry import filter_trackers, get_available_trackers, register_tracker_class
+from acc_trainer.tracking.tracker import GeneralTracker
 
 
-class Noting(GeneralTracker):
-    """Keeps what it is told."""
-
-    name = "noting"
-    requires_logging_directory = False
-
-    def __init__(self, run_name="", **kwargs):
-        super().__init__()
-        self.run_name, self.kwargs, self.calls = run_name, kwargs, []
-
-    @property
-    def tracker(self):
-        return self.calls
-
-    def start(self):
-        self.calls.append("start")
-
-    def store_init_configuration(self, values):
-        self.calls.append(("config", values))
-
-    def log(self, values, step=None, **kwargs):
-        self.calls.append((values, step, kwargs))
-
-    def finish(self):
-        self.calls.append("finish")
+def test_every_tracker_of_the_specification_is_there(table):
+    assert {str(one) for one in LoggerType} - {"all"} <= set(table)
+    assert all(kind.name == name for name, kind in table.items())
 
 
-@pytest.fixture
-def table():
-    """The table of trackers, put back afterwards."""
-    before, installed = dict(LOGGER_TYPE_TO_CLASS), dict(_IS_INSTALLED)
-    yield LOGGER_TYPE_TO_CLASS
-    for kept, saved in ((LOGGER_TYPE_TO_CLASS, before), (_IS_INSTALLED, installed)):
-        kept.clear()
-        kept.update(saved)
-
-
-def test_a_run_reaches_the_tracker_in_order():
-    tracker = Noting()
-    accelerator = Accelerator(log_with=tracker)
-    accelerator.init_trackers("run", config={"lr": 1})
-    accelerator.log({"loss": 0.5}, step=3, log_kwargs={"noting": {"extra": True}})
-    assert accelerator.get_tracker("noting") is tracker
-    assert accelerator.get_tracker("noting", unwrap=True) is tracker.calls
-    assert accelerator.trackers == [tracker]
-    accelerator.end_training()
-    assert tracker.calls == ["start", ("config", {"lr": 1}), ({"loss": 0.5}, 3, {"extra": True}), "finish"]
-    assert accelerator.trackers == []
-
-
-def test_a_second_run_logs_to_its_own_trackers_only():
-    tracker = Noting()
-    accelerator = Accelerator(log_with=tracker)
-    for run in ("one", "two"):
-        tracker.calls.clear()
-        accelerator.init_trackers(run)
-        accelerator.log({"a": run})
-        assert tracker.calls == ["start", ({"a": run}, None, {})]
-        accelerator.end_training()
-
-
-def test_a_registered_class_is_built_by_name(table):
-    register_tracker_class(Noting)
+def test_a_registered_class_is_built_by_name(table, noting):
+    register_tracker_class(noting)
     accelerator = Accelerator(log_with=["noting"])
     accelerator.init_trackers("run", init_kwargs={"noting": {"team": "a"}})
     made = accelerator.get_tracker("noting")
     assert (made.run_name, made.kwargs) == ("run", {"team": "a"})
 
 
-def test_only_rank_0_tracks_unless_the_tracker_says_otherwise(table):
-    class Everywhere(Noting):
-        name = "everywhere"
-        main_process_only = False
-
-    register_tracker_class(Noting)
-    register_tracker_class(Everywhere)
-
+@pytest.mark.parametrize(
+    ("log_with", "error", "told"),
+    [
+        ("paper", ValueError, "unknown tracker 'paper'"),
+        (["jsonl", "paper"], ValueError, "unknown tracker 'paper'"),
+        (5, TypeError, "takes names, LoggerType members and GeneralTracker instances, got 5"),
+        ([object], TypeError, "got <class 'object'>"),
+    ],
+)
+def test_what_names_no_tracker_is_refused_on_every_rank(log_with, error, told):
     def work():
-        accelerator = Accelerator(log_with=["noting", "everywhere"])
-        accelerator.init_trackers("run")
-        accelerator.log({"a": 1})
-        return [tracker.name for tracker in accelerator.trackers]
+        with pytest.raises(error, match=told):
+            Accelerator(log_with=log_with, project_dir="logs")
 
-    assert run_threads(2, work) == [["noting", "everywhere"], ["everywhere"]]
+    run_threads(2, work)
 
 
-def test_unknown_names_are_refused_and_a_blank_one_stands_in():
-    accelerator = Accelerator()
-    accelerator.init_trackers("run")
-    blank = accelerator.get_tracker("anything")
-    blank.log({"a": 1})
-    assert type(blank) is GeneralTracker
-    accelerator = Accelerator(log_with=Noting())
-    accelerator.init_trackers("run")
-    with pytest.raises(ValueError, match="no tracker 'wandb': running are noting"):
-        accelerator.get_tracker("wandb")
-    with pytest.raises(ValueError, match="unknown tracker 'paper'"):
-        filter_trackers("paper")
-    with pytest.raises(ValueError, match="'wandb' is not built yet"):
-        filter_trackers(["wandb"])
-
-
-def test_one_failing_finish_does_not_keep_the_others_open():
-    class Failing(Noting):
-        name = "failing"
-
-        def finish(self):
-            raise OSError("network")
-
-    failing, fine = Failing(), Noting()
-    accelerator = Accelerator(log_with=[failing, fine])
-    accelerator.init_trackers("run")
-    with pytest.raises(OSError, match="network"):
-        accelerator.end_training()
-    assert fine.calls[-1] == "finish"
-
-
-def test_the_choice_is_made_once_each_and_knows_what_is_installed(table):
-    register_tracker_class(Noting)
-    _IS_INSTALLED["noting"] = lambda: False
-    own = Noting()
-    assert filter_trackers([own, own, "noting"]) == [own]
-    _IS_INSTALLED["noting"] = lambda: True
+def test_the_choice_is_made_once_each_and_knows_what_is_installed(table, noting, caplog):
+    register_tracker_class(noting)
+    noting.is_installed = classmethod(lambda cls: False)
+    try:
+        own = noting()
+        assert filter_trackers([own, own, "noting"]) == [own]
+        assert "tracker 'noting' is left out: its library is not installed" in caplog.text
+    finally:
+        del noting.is_installed
     assert filter_trackers(["noting", "noting"]) == ["noting"]
     assert "noting" in filter_trackers("all")
     assert filter_trackers(None) == []
     assert "noting" not in [str(one) for one in get_available_trackers()]
 
 
-def test_a_tracker_that_writes_files_needs_a_folder(table):
-    class Writing(Noting):
-        name = "writing"
-        requires_logging_directory = True
-
-    register_tracker_class(Writing)
-    with pytest.raises(ValueError, match="'writing' writes files: give logging_dir"):
-        filter_trackers("writing")
-    assert filter_trackers("writing", "logs") == ["writing"]
-    assert "writing" not in filter_trackers(LoggerType.ALL)
+def test_all_means_the_given_instances_and_what_can_run_here(table, noting, tmp_path):
+    register_tracker_class(noting)
+    own = noting()
+    chosen = filter_trackers([LoggerType.ALL, own], tmp_path)
+    assert chosen[0] is own
+    assert "noting" not in chosen
+    assert {"jsonl", "csv"} <= set(chosen[1:])
+    assert not {"jsonl", "csv"} & set(filter_trackers("all"))
 
 
-def test_a_class_without_the_essentials_is_refused(table):
+def test_a_tracker_that_writes_files_needs_a_folder():
+    with pytest.raises(ValueError, match="'jsonl' writes files: give logging_dir"):
+        filter_trackers("jsonl")
+    assert filter_trackers("jsonl", "logs") == ["jsonl"]
+
+
+def test_a_class_without_the_essentials_is_refused():
     class Nameless(GeneralTracker):
         requires_logging_directory = False
 
@@ -173,26 +89,67 @@ def test_a_class_without_the_essentials_is_refused(table):
         register_tracker_class(dict)
 
 
-def test_taking_a_name_over_is_said(table, caplog):
-    register_tracker_class(Noting)
-    register_tracker_class(Noting)
+def test_taking_a_name_over_is_said(table, noting, caplog):
+    register_tracker_class(noting)
+    register_tracker_class(noting)
     assert "tracker 'noting' was Noting" in caplog.text
 
 
-def test_the_decorator_keeps_other_ranks_out():
-    class Mine:
-        main_process_only = True
+class Offered(GeneralTracker):
+    """What another package offers."""
 
-        @on_main_process
-        def note(self):
-            return "noted"
-
-    class Ours(Mine):
-        main_process_only = False
-
-    assert run_threads(2, lambda: (Mine().note(), Ours().note())) == [("noted", "noted"), (None, "noted")]
+    name = "offered"
+    requires_logging_directory = False
+    tracker = None
 
 
-def test_the_table_is_filled_whoever_asks_first() -> None:
+@pytest.fixture
+def offer(monkeypatch, table):
+    """`offer(name=value, ...)`: the entry points that other packages have."""
+
+    def put(**points):
+        made = [EntryPoint(name, value, registry.ENTRY_POINTS) for name, value in points.items()]
+        monkeypatch.setattr(
+            registry, "entry_points", lambda group: made if group == "acc_trainer.trackers" else []
+        )
+        module = type(sys)("offering")
+        module.Offered = Offered
+        monkeypatch.setitem(sys.modules, "offering", module)
+
+    return put
+
+
+def test_another_package_adds_a_tracker_by_an_entry_point(offer, table):
+    offer(offered="offering:Offered", jsonl="offering:Offered")
+    assert filter_trackers("offered") == ["offered"]
+    assert table["offered"] is Offered
+    assert table["jsonl"] is not Offered
+
+
+def test_all_takes_what_entry_points_offer_and_says_which_are_broken(offer, caplog):
+    offer(broken="nowhere:Nothing", misnamed="offering:Offered", offered="offering:Offered")
+    assert "offered" in filter_trackers("all")
+    assert "'broken' = 'nowhere:Nothing'" in caplog.text
+    assert "has the name 'offered'" in caplog.text
+
+
+def test_a_broken_entry_point_that_was_asked_for_raises(offer):
+    offer(broken="nowhere:Nothing")
+    with pytest.raises(
+        ValueError, match=r"'broken' = 'nowhere:Nothing' of acc_trainer.trackers gives no tracker"
+    ):
+        filter_trackers("broken")
+
+
+def test_the_table_is_filled_whoever_asks_first():
     code = "import acc_trainer; assert 'tensorboard' in acc_trainer.LOGGER_TYPE_TO_CLASS"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_an_accelerator_without_trackers_loads_none_of_their_files():
+    code = (
+        "import sys; from acc_trainer import Accelerator; Accelerator(cpu=True).log({'a': 1}); "
+        "assert not [one for one in sys.modules if one.startswith('acc_trainer.tracking.') and not one.endswith('.run')], sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -37,13 +37,17 @@ def test_scalars_texts_groups_and_images_are_read_back(tmp_path):
     assert "lr: 0.1" in settings
 
 
-def test_what_tensorboard_cannot_show_is_refused(tmp_path):
+def test_what_tensorboard_cannot_show_is_left_out_and_said(tmp_path, caplog):
     tracker = TensorBoardTracker("run", tmp_path)
     tracker.start()
-    with pytest.raises(TypeError, match="'x' is list"):
-        tracker.log({"x": [1, 2]})
+    tracker.log({"x": [1, 2], "loss": 1.0})
     tracker.finish()
+    assert (
+        "tracker 'tensorboard' leaves out 'x': it shows numbers, texts and dicts of numbers, got list"
+        in caplog.text
+    )
     assert tracker.tracker is tracker.writer
+    assert [event.value for event in events(tmp_path / "run").Scalars("loss")] == [1.0]
 
 
 def test_it_needs_a_folder():

@@ -31,6 +31,11 @@ class GradientAccumulationPlugin(KwargsHandler):
         flag=False,
         help="exchange gradients at every micro-batch: less memory with sharded models, more traffic",
     )
+    average_short_window: bool = option(
+        False,
+        flag=False,
+        help="divide a last window with fewer micro-batches by their number, and not by num_steps: the mean, as plain torch has it",
+    )
 
     def __post_init__(self) -> None:
         settle(self)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -32,20 +32,15 @@ class StepScaler(GradScaler):
         self._due = False
         self._unscaled: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # in this window; stepped ones too
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._stale: weakref.WeakSet[Optimizer] = (
-            weakref.WeakSet()
-        )  # unscaled, and a backward came before the step
+        # unscaled, and a backward came before the step: what the gradients were before it
+        self._stale: weakref.WeakKeyDictionary[Optimizer, list[tuple[int, int]]] = weakref.WeakKeyDictionary()
 
     def unscale_once(self, optimizer: Optimizer) -> None:
-        """Unscale the gradients of `optimizer` unless that was done since the last backward; without gradients do nothing.
+        """Unscale the gradients of `optimizer` unless that was done since its last step; without gradients do nothing.
 
-        Raises RuntimeError when a backward came between an earlier unscaling and the step: part of the gradient would be scaled.
+        Raises RuntimeError when a backward added to them between an earlier unscaling and now: part of the gradient would be scaled.
         """
-        if optimizer in self._stale:
-            raise RuntimeError(
-                "gradients that were unscaled (by clipping, say) got another backward before the optimizer stepped, so they would mix two "
-                "scales: call optimizer.step() or optimizer.zero_grad(set_to_none=True) before the next backward"
-            )
+        self._refuse_mixed(optimizer)
         if optimizer not in self._unscaled and self.is_enabled() and _has_gradients(optimizer):
             self._unscaled.add(optimizer)
             self.unscale_(optimizer)
@@ -54,24 +49,33 @@ class StepScaler(GradScaler):
         """Step `optimizer` unless its gradients overflowed, and say which of the two it was."""
         if not self.is_enabled() or not _has_gradients(optimizer):
             return StepOutcome(True, optimizer.step())
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
-            # a fused kernel skips by itself, on the device: the flag must be fetched
-            result = self.step(optimizer)
-            ran = not any(flag.item() for flag in self._found_inf_per_device(optimizer).values())
-        else:
-            # torch fetches the flag to decide; whether step was entered tells us without fetching it again
-            entered: list[bool] = []
-            handle = optimizer.register_step_post_hook(lambda *_: entered.append(True))
-            try:
-                result = self.step(optimizer)
-            finally:
-                handle.remove()
-            ran = bool(entered)
+        self._refuse_mixed(optimizer)
+        outcome = step_and_tell(self, optimizer)
         self._unscaled.add(optimizer)
         self._stepped.add(optimizer)
-        self._stale.discard(optimizer)
         self._due = True
-        return StepOutcome(ran, result)
+        return outcome
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """As `GradScaler.unscale_`. Raises ValueError for float16 weights, saying what to do."""
+        try:
+            super().unscale_(optimizer)
+        except ValueError as error:
+            if "FP16" not in str(error):
+                raise
+            raise ValueError(
+                f"{type(optimizer).__name__} trains weights that are float16 themselves, whose gradients cannot be unscaled in float16: keep "
+                "the trained weights in float32 (model.float(); mixed_precision='fp16' computes in float16 all the same), or freeze them"
+            ) from error
+
+    def _refuse_mixed(self, optimizer: Optimizer) -> None:
+        before = self._stale.pop(optimizer, None)
+        if before is not None and before != _versions(optimizer):
+            raise RuntimeError(
+                "gradients that were unscaled (by clipping, say) got another backward before the optimizer stepped, so they mix two "
+                "scales: inside an accumulation window clip only `if accelerator.sync_gradients`; else call optimizer.step() or "
+                "optimizer.zero_grad(set_to_none=True) before the next backward"
+            )
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Note that the scale is to be updated before the next backward; a `new_scale` is set at once."""
@@ -107,7 +111,8 @@ class StepScaler(GradScaler):
         """Update the scale if nothing made with the present one is still needed."""
         waiting = [o for o in self._unscaled if o not in self._stepped and _has_gradients(o)]
         if waiting:
-            self._stale.update(waiting)
+            for optimizer in waiting:
+                self._stale.setdefault(optimizer, _versions(optimizer))
         elif self._due or self._unscaled:
             self._close_window()
 
@@ -116,6 +121,26 @@ class StepScaler(GradScaler):
         for seen in (self._unscaled, self._stepped, self._stale):
             seen.clear()
         super().update(new_scale)
+
+
+def step_and_tell(
+    scaler: GradScaler, optimizer: Optimizer, closure: Callable[[], Any] | None = None
+) -> StepOutcome:
+    """Step `optimizer` through any enabled `scaler`, and say whether its gradients overflowed, so that it did not move."""
+    arguments = () if closure is None else (closure,)
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        # a fused kernel skips by itself, on the device: the flag must be fetched
+        result = scaler.step(optimizer, *arguments)
+        flags = scaler._found_inf_per_device(optimizer).values()
+        return StepOutcome(not any(flag.item() for flag in flags), result)
+    # torch fetches the flag to decide; whether step was entered tells us without fetching it again
+    entered: list[bool] = []
+    handle = optimizer.register_step_post_hook(lambda *_: entered.append(True))
+    try:
+        result = scaler.step(optimizer, *arguments)
+    finally:
+        handle.remove()
+    return StepOutcome(bool(entered), result)
 
 
 def get_grad_scaler(distributed_type: str | None = None, **options: Any) -> Any:
@@ -138,3 +163,9 @@ def get_grad_scaler(distributed_type: str | None = None, **options: Any) -> Any:
 
 def _has_gradients(optimizer: Optimizer) -> bool:
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+
+def _versions(optimizer: Optimizer) -> list[tuple[int, int]]:
+    """Which gradient tensors there are, and torch's count of what was written to each: a backward changes one or the other."""
+    gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
+    return [(id(gradient), gradient._version) for gradient in gradients if gradient is not None]

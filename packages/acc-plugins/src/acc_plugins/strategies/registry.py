@@ -7,6 +7,7 @@ import logging
 import torch
 
 from acc_ops.comm import TorchComm
+from acc_ops.devices import device_module, device_row
 from acc_ops.enums import PrecisionType
 from acc_ops.world import World
 from acc_plugins.options.kwargs import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs
@@ -95,7 +96,8 @@ def _precision_type(name: str | None) -> PrecisionType:
 
 
 def _check_bf16_hardware(device: torch.device) -> None:
-    supported = getattr(torch.get_device_module(device.type), "is_bf16_supported", None)
+    # not torch.get_device_module, which knows no kind whose functions are ours (xla)
+    supported = getattr(device_module(device_row(device.type)), "is_bf16_supported", None)
     if supported is not None and not supported():
         raise UnsupportedError(
             f"this {device.type} device has no bfloat16: use mixed_precision='fp16' or 'no'"

@@ -21,8 +21,8 @@ Gradients = dict[str, dict[str, Tensor]]  # object name -> parameter name -> gra
 
 
 def window_is_open(grad_sync: Mapping[str, Any]) -> bool:
-    """Whether the state of a `GradSync` lies between two micro-batches of one window."""
-    return int(grad_sync.get("index", 0)) > 0
+    """Whether the state of a `GradSync` lies between two micro-batches of one window, or behind one that was broken off: a step may still come."""
+    return int(grad_sync.get("index", 0)) > 0 or bool(grad_sync.get("broken", False))
 
 
 def gradients_of(run: Run, contents: Contents) -> Gradients:

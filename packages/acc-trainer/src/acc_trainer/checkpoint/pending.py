@@ -142,11 +142,8 @@ def _progress(run: Run, folder: Path, manifest: Manifest) -> dict[str, Any]:
     window = dict(progress.get("grad_sync", {}))
     lost = ""
     if window_is_open(window):
-        lost = (
-            f"; the checkpoint lies inside an accumulation window, whose first {window['index']} micro-batches are lost: "
-            "the next one begins a new window"
-        )
-        progress["grad_sync"] = {**window, "index": 0, "sync": True}
+        lost = "; the checkpoint lies inside an accumulation window, whose micro-batches so far are lost: the next one begins a new window"
+        progress["grad_sync"] = {**window, "index": 0, "sync": True, "broken": False}
     warnings.warn(
         f"{folder} was saved by {manifest.world_size} processes, now there are {run.world.size}: "
         f"random generators and positions inside an epoch cannot be the same{lost}",

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from acc_ops.optional import require
 from acc_trainer.data.position import LoaderPosition
 from acc_trainer.grad_sync import GradSync
-from acc_trainer.state import current_grad_sync
+from acc_trainer.gradient_state import current_grad_sync
 
 
 class DataLoaderAdapter:
@@ -40,7 +40,6 @@ class DataLoaderAdapter:
         self.dl_state_dict: dict[str, Any] | None = None
         self._grad_sync: GradSync | None = None
         self._origin: tuple[weakref.ref[Any], Any] | None = None  # what it was prepared from, and how
-        self._continue_itself = False
         self._use_position(LoaderPosition())
 
     def _use_position(self, position: LoaderPosition) -> None:
@@ -83,9 +82,19 @@ class DataLoaderAdapter:
         """Go back to where `state_dict` was taken."""
         if self.use_stateful_dataloader:
             self.base_dataloader.load_state_dict(dict(state_dict))
-            self._continue_itself = True
+            self.position.go_on_behind(self._steps_in(state_dict))
         else:
             self.position.load_state_dict(state_dict)
+
+    def adjust_state_dict_for_prefetch(self) -> None:
+        """Called when `dl_state_dict` was taken, for subclasses that have to correct it.
+
+        It is taken before a batch is read ahead, so there is nothing to correct here.
+        """
+
+    def _steps_in(self, state: Mapping[str, Any]) -> int:
+        """The batches of this rank that were handed out in a state of the stateful loader below."""
+        return batches_in(state)
 
     def _state_of_base(self) -> dict[str, Any]:
         """The stateful loader's state, before the one batch that may have been read ahead."""
@@ -98,8 +107,8 @@ class DataLoaderAdapter:
         """The position was restored from a checkpoint."""
         self._set_seed(self.position.seed)
         if self.use_stateful_dataloader and "loader" in state and not state.get("finished"):
-            self.base_dataloader.load_state_dict(state["loader"])
-            self._continue_itself = True
+            self.base_dataloader.load_state_dict(dict(state["loader"]))
+            self.position.goes_on = True
 
     def _set_seed(self, seed: int | None) -> None:
         """Nothing here draws from a seed."""
@@ -182,6 +191,15 @@ def _rest_of(loader: Any) -> int:
         return len(loader.dataset) % size if size else -1
     except TypeError:
         return -1
+
+
+def batches_in(state: Mapping[str, Any]) -> int:
+    """The batches that a stateful loader had read of its pass in this state of its own, which has one form with workers and one without."""
+    if state.get("_iterator_finished"):
+        return 0
+    snapshot = state.get("_snapshot", {})
+    steps = state.get("_num_yielded", snapshot.get("_snapshot_step", 0))
+    return int(steps) + int(state.get("_steps_since_snapshot", 0))
 
 
 def stateful_loader_class() -> Any:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from acc_ops.batches import find_batch_size
+from acc_ops.tree import send_to_device
 from acc_trainer.data.shard import Repeated, Tail
 
 
@@ -41,16 +44,43 @@ class CollateWithTail:
         return BatchWithTail(self.collate(plain), tail)
 
 
-def is_plainly_on_cpu(batch: Any) -> bool:
-    """Whether a batch is a tensor, or a flat container of tensors, on the CPU: seen at a glance, without a walk through it."""
-    kind = type(batch)
-    if kind is torch.Tensor:
-        return bool(batch.is_cpu)
-    if kind is dict:
-        batch = batch.values()
-    elif kind is not list and kind is not tuple:
-        return False
-    for leaf in batch:  # noqa: SIM110  (a plain loop: this runs for every batch)
-        if type(leaf) is not torch.Tensor or not leaf.is_cpu:
-            return False
-    return True
+def mover(device: torch.device | None, non_blocking: bool) -> Callable[[Any], Any] | None:
+    """What takes a batch to `device`; None where there is nothing to do.
+
+    A batch that is a tensor, or a flat container of tensors, and on the CPU already is seen at a glance: this runs for every batch.
+    """
+    if device is None:
+        return None
+
+    def move(batch: Any) -> Any:
+        return send_to_device(batch, device, non_blocking=non_blocking)
+
+    def stay(batch: Any) -> Any:
+        kind = type(batch)
+        if kind is torch.Tensor:
+            return batch if batch.is_cpu else move(batch)
+        if kind is dict:
+            leaves = batch.values()
+        elif kind is list or kind is tuple:
+            leaves = batch
+        else:
+            return move(batch)
+        for leaf in leaves:
+            if type(leaf) is not torch.Tensor or not leaf.is_cpu:
+                return move(batch)
+        return batch
+
+    return stay if device.type == "cpu" else move
+
+
+def rows_in(batch: Any) -> int:
+    """Rows of a batch; one without tensors is as long as its first list. Raises `ValueError` for a batch without rows."""
+    try:
+        return find_batch_size(batch)
+    except (TypeError, ValueError):
+        if isinstance(batch, (list, tuple)) and batch:
+            return len(batch)
+        raise ValueError(
+            f"dispatch_batches=True needs batches with rows to share out, got {type(batch).__name__} without a tensor; "
+            "use dispatch_batches=False"
+        ) from None

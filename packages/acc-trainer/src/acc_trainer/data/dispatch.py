@@ -1,8 +1,8 @@
 """Rank 0 reads, and each rank receives its own part only.
 
 [Note: one step] Rank 0 reads one batch for each rank (with `split_batches` one for all), makes a part for each, and sends it with a short
-note: whether this is the last step, and how many rows are samples. Only at the end, when rows are missing to give every rank as many, are
-rows of the first batch repeated. When reading fails, every rank raises.
+note (see `rows`): whether this is the last step, and how many rows are samples. Only at the end, when rows are missing to give every rank as many,
+are rows of the first batch repeated. When reading fails, every rank raises.
 """
 
 from __future__ import annotations
@@ -10,35 +10,25 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from acc_ops.batches import concatenate, find_batch_size
-from acc_ops.object_collectives import scatter
+from acc_ops.batches import concatenate
 from acc_ops.tree import honor_type
+from acc_trainer.data.adapter import batches_in
+from acc_trainer.data.batches import mover, rows_in
 from acc_trainer.data.loader import DataLoaderShard, exact_length
+from acc_trainer.data.rows import News, Note, Opening, Receiver, Sender, failure
 from acc_trainer.data.shard import Tail
 from acc_trainer.data.skipping import END, Skipped, first_read
 
 
-@dataclass(frozen=True)
-class _Step:
-    """What rank 0 tells with each part."""
-
-    is_last: bool
-    tail: Tail | None = None
-    remainder: int | None = None
-    error: str | None = None
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """What one step sends: a part for each rank, and the rows that are samples where not all are."""
+class _Parts(NamedTuple):
+    """What one step sends: a part for each rank, how many samples they are, and the rows that are samples where not all are."""
 
     parts: list[Any]
-    rows: int
+    samples: int
     tail: Tail | None
 
 
@@ -110,36 +100,44 @@ class DataLoaderDispatcher(DataLoaderShard):
 
     def _batches(self, skip: int, replay: bool, itself: bool) -> Iterator[Any]:
         if self.world.size == 1:
-            yield from super()._batches(skip, replay, itself)
-        elif self.world.is_main:
-            yield from self._read_and_send(skip, replay, itself)
-        else:
-            yield from self._receive(skip)
+            return super()._batches(skip, replay, itself)
+        return self._read_and_send(skip, replay, itself) if self.world.is_main else self._receive()
+
+    def _steps_in(self, state: Mapping[str, Any]) -> int:
+        return batches_in(state) // self.batches_per_step
+
+    def _state_of_base(self) -> dict[str, Any]:
+        return super()._state_of_base() if self.world.is_main else {}  # others read nothing
 
     # rank 0 ------------------------------------------------------------------------------------------------------------------
 
     def _read_and_send(self, skip: int, replay: bool, itself: bool) -> Iterator[Any]:
-        count = skip
+        sender, count, move = Sender(self.world), skip, mover(self.device, self._non_blocking)
         try:
             steps = self._grouped(skip, replay, itself)
-            following = first_read(steps, self.position)
+            following: Any = first_read(steps, self.position)
+            step = None if following is END else sender.step(following.parts)
         except BaseException as error:
-            self._send_error(error)
+            with contextlib.suppress(
+                RuntimeError
+            ):  # an error while telling the others must not hide the first one
+                sender.open(Opening(skip, None, error=_text_of(error)))
             raise
-        if following is END:
-            self._send(_Step(True, error=""), None)
-        while following is not END:
-            made = following
-            self.position.note_reading_ahead()
+        sender.open(Opening(skip, None if step is None else step.form.text))
+        while step is not None:
+            made, sent, count = following, step, count + 1
             try:
-                following = next(steps, END)
+                following = self._read_ahead(steps)
+                step = None if following is END else sender.step(following.parts)
             except BaseException as error:
-                self._send_error(error)
+                with contextlib.suppress(RuntimeError):
+                    sender.send(sent, Note(count, is_last=True), News(error=_text_of(error)))
                 raise
-            is_last = following is END
-            step = _Step(is_last, made.tail, made.rows if is_last else None)
-            count += 1
-            yield self._hand_over(self._send(step, made.parts), step, count)
+            form = None if step is None or step.form is sent.form else step.form.text
+            note = Note(count, step is None, made.samples if step is None else -1)
+            sender.send(sent, note, News(tail=made.tail, form=form))
+            self._hand_over(note, made.tail)
+            yield made.parts[0] if move is None else move(made.parts[0])
 
     def _grouped(self, skip: int, replay: bool, itself: bool) -> Iterator[_Parts]:
         """The parts of each step from step `skip` on."""
@@ -161,7 +159,7 @@ class DataLoaderDispatcher(DataLoaderShard):
             yield self._divided(group, first, ranks)
 
     def _divided(self, group: list[Any], first: Callable[[], Any], ranks: int) -> _Parts:
-        rows = [_rows_in(batch) for batch in group]
+        rows = [rows_in(batch) for batch in group]
         if self.slice_fn is None and len(group) == ranks and len(set(rows)) == 1:
             return _Parts(group, sum(rows), None)
         try:
@@ -175,8 +173,8 @@ class DataLoaderDispatcher(DataLoaderShard):
         share = -(-total // ranks)
         if missing := share * ranks - total:
             begin = first()
-            spare = concatenate([begin] * -(-missing // _rows_in(begin)))
-            joined = concatenate([joined, cut_rows(spare, slice(0, missing), _rows_in(spare))])
+            spare = concatenate([begin] * -(-missing // rows_in(begin)))
+            joined = concatenate([joined, cut_rows(spare, slice(0, missing), rows_in(spare))])
         real = tuple(min(share, max(0, total - rank * share)) for rank in range(ranks))
         return _Parts(
             [
@@ -192,42 +190,36 @@ class DataLoaderDispatcher(DataLoaderShard):
             return cut_rows(joined, rows, total)
         return self.slice_fn(joined, rows, process_index=rank, num_processes=self.world.size)
 
-    def _send(self, step: _Step, parts: list[Any] | None) -> Any:
-        """Give every rank its part; this rank's own."""
-        told = parts if parts is not None else [None] * self.world.size
-        return scatter([(step, part) for part in told], world=self.world)[1]
-
-    def _send_error(self, error: BaseException) -> None:
-        """Let the other ranks raise too; an error while telling them must not hide the first one."""
-        with contextlib.suppress(RuntimeError):
-            self._send(_Step(True, error=f"{type(error).__name__}: {error}"), None)
-
     # the others --------------------------------------------------------------------------------------------------------------
 
-    def _receive(self, skip: int) -> Iterator[Any]:
-        count = skip
-        while True:
-            step, part = scatter(None, world=self.world)
-            if step.error:
-                raise RuntimeError(f"rank 0 failed while reading the next batch: {step.error}")
-            if step.error is not None:  # nothing to hand out
-                return
+    def _receive(self) -> Iterator[Any]:
+        receiver, move = Receiver(self.world), mover(self.device, self._non_blocking)
+        opening = receiver.open()
+        if opening.error is not None:
+            raise RuntimeError(failure(opening.error))
+        stays = self.device is None or self.device.type == "cpu"
+        count, is_last = opening.skipped, opening.form is None
+        while not is_last:
             count += 1
-            yield self._hand_over(part, step, count)
-            if step.is_last:
-                return
+            part, note, news = receiver.receive(count, copy=stays)
+            is_last = note.is_last
+            self._hand_over(note, news.tail)
+            yield part if move is None else move(part)
 
-    def _hand_over(self, part: Any, step: _Step, count: int) -> Any:
+    def _hand_over(self, note: Note, tail: Tail | None) -> None:
+        """The step of `note` is the one in use."""
         position, grad_sync = self.position, self.grad_sync
-        position.batches = count
-        position.is_last = position.ends_window = step.is_last
-        if step.remainder is not None:
-            position.remainder = step.remainder
-        self._note_tail(step.tail)
+        position.batches = note.number
+        position.is_last = position.ends_window = note.is_last
+        if note.samples >= 0:
+            position.remainder = note.samples
+        self._note_tail(tail)
         if not grad_sync.loaders or grad_sync.loaders[-1] is not position:
             grad_sync.raise_to_top(position)
-        send = self._move
-        return part if send is None else send(part)
+
+
+def _text_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def cut_rows(data: Any, rows: slice, total: int) -> Any:
@@ -244,16 +236,3 @@ def cut_rows(data: Any, rows: slice, total: int) -> Any:
             return data[rows]
         return honor_type(data, (cut_rows(value, rows, total) for value in data))
     return data
-
-
-def _rows_in(batch: Any) -> int:
-    """Rows of a batch; a batch without tensors is as long as its first list."""
-    try:
-        return find_batch_size(batch)
-    except (TypeError, ValueError):
-        if isinstance(batch, (list, tuple)) and batch:
-            return len(batch)
-        raise ValueError(
-            f"dispatch_batches=True needs batches with rows to share out, got {type(batch).__name__} without a tensor; "
-            "use dispatch_batches=False"
-        ) from None

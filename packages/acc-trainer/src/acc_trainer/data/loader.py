@@ -9,13 +9,13 @@ with the same draws.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from acc_ops.rng_sharing import synchronize_rng_states
-from acc_ops.tree import send_to_device
 from acc_ops.world import World, current_world
 from acc_trainer.data.adapter import (
     DataLoaderAdapter,
@@ -26,7 +26,8 @@ from acc_trainer.data.adapter import (
     iterates_itself,
     with_indices,
 )
-from acc_trainer.data.batches import BatchWithTail, is_plainly_on_cpu
+from acc_trainer.data.batches import BatchWithTail, mover, rows_in
+from acc_trainer.data.in_step import in_step
 from acc_trainer.data.samplers import (
     ResumedIndices,
     SkipBatchSampler,
@@ -36,6 +37,8 @@ from acc_trainer.data.samplers import (
 )
 from acc_trainer.data.shard import BatchSamplerShard, IndexShard, IterableDatasetShard, Tail
 from acc_trainer.data.skipping import END, Skipped, dropping, first_read, replaying
+
+logger = logging.getLogger(__name__)
 
 
 class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
@@ -94,7 +97,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         rank: int | None = None,
         seeded: Any = None,
         tail: Tail | None = None,
-        uneven: bool = False,
+        keeps_step: bool = False,
     ) -> None:
         self.device = device
         self.rng_types = rng_types
@@ -107,7 +110,8 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         self._rank = rank  # whose share this is, where it is not the world's
         self._seeded = seeded  # what orders the samples by (seed, epoch), if we put it there
         self._tail = tail  # of a loader that was already split over the ranks
-        self.uneven = uneven
+        self._keeps_step = keeps_step  # with ranks of which nobody knows how many batches they have
+        self._warned = False
         self.position.epoch = iteration
         self.position.seed = getattr(seeded, "initial_seed", getattr(seeded, "seed", None))
         if seeded is None:
@@ -158,17 +162,33 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
 
     def set_epoch(self, epoch: int) -> None:
         """The next pass is epoch `epoch`; told to the batch sampler, the sampler and the data set where they listen."""
-        if self.position.epoch != epoch or self.position.batches:
-            self.position.set_epoch(epoch)
+        self.position.set_epoch(epoch)
         self._tell_epoch(epoch)
 
     def _tell_epoch(self, epoch: int) -> None:
         base = self.base_dataloader
         told: list[Any] = []
+        self._warn_of_deaf_workers(epoch)
         for listener in (self._seeded, base.batch_sampler, base.sampler, get_sampler(base), base.dataset):
             if hasattr(listener, "set_epoch") and not any(listener is one for one in told):
                 told.append(listener)
                 listener.set_epoch(epoch)
+
+    def _warn_of_deaf_workers(self, epoch: int) -> None:
+        """Workers that stay have a copy of the data set, which hears of no epoch but the first, unless it keeps the epoch in shared memory."""
+        base, dataset = self.base_dataloader, self.dataset
+        alive = base.num_workers and base.persistent_workers and getattr(base, "_iterator", None) is not None
+        if self._warned or not alive or not hasattr(dataset, "set_epoch"):
+            return
+        held = getattr(dataset, "__dict__", {}).values()
+        if not any(isinstance(value, torch.Tensor) and value.is_shared() for value in held):
+            self._warned = True
+            logger.warning(
+                "persistent workers do not hear of epoch %d: %s.set_epoch changes the data set of this process only; keep its epoch in a "
+                "tensor with share_memory_(), or use persistent_workers=False",
+                epoch,
+                type(dataset).__name__,
+            )
 
     def _set_seed(self, seed: int | None) -> None:
         if self._seeded is not None and seed is not None:
@@ -179,19 +199,22 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
 
     def __iter__(self) -> Iterator[Any]:
         position = self.position
-        itself = self._continue_itself
-        self._continue_itself = False
+        itself = position.goes_on
+        position.goes_on = False
         skip = position.batches if itself else self.skip_batches
         replay = position.begin(skip)
         self._tell_epoch(position.epoch)
         self._synchronize_generators()
         finished = False
+        self.dl_state_dict = None
         self.begin()
         try:
-            yield from self._batches(skip, replay, itself)
+            batches, reading = self._batches(skip, replay, itself), self.grad_sync.reading
+            yield from batches if reading is None else reading(batches)
             finished = True
         finally:
-            self.dl_state_dict = None
+            if finished:
+                self.dl_state_dict = None
             self.end(finished)
 
     def _synchronize_generators(self) -> None:
@@ -207,14 +230,14 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _batches(self, skip: int, replay: bool, itself: bool) -> Iterator[Any]:
         """The batches of this pass, on the device."""
+        if self._keeps_step and self.world.size > 1:
+            return self._in_step(skip, replay, itself)
         total = exact_length(self.base_dataloader)
-        if total is not None and skip >= total:
-            return
-        batches = self._open(skip, replay, itself)
-        if total is not None:
-            yield from self._counted(batches, skip, total)
-        else:
-            yield from self._one_ahead(batches, skip)
+        if total is None:
+            return self._one_ahead(self._open(skip, replay, itself), skip)
+        if skip >= total:
+            return iter(())
+        return self._counted(self._open(skip, replay, itself), skip, total)
 
     def _open(self, skip: int, replay: bool, itself: bool, skipped: Skipped | None = None) -> Iterator[Any]:
         """An iterator over the base loader from batch `skip` on; `skipped` is told what the pass would have begun with."""
@@ -223,7 +246,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             with replaying(self.position) if replay else contextlib.nullcontext():
                 return iter(base)
         skipped = skipped if skipped is not None else Skipped()
-        by_index = not is_stream(base) and not iterates_itself(base)
+        by_index = not (is_stream(base) or iterates_itself(base) or self.use_stateful_dataloader)
         if not replay:
             if not by_index:
                 return dropping(iter(base), skip, skipped)
@@ -239,7 +262,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _counted(self, batches: Iterator[Any], count: int, total: int) -> Iterator[Any]:
         """Hand out batches whose number is known."""
-        position, send = self.position, self._move
+        position, send = self.position, mover(self.device, self._non_blocking)
         loaders, raise_to_top = self.grad_sync.loaders, self.grad_sync.raise_to_top
         others = self._ends_of_ranks() - {total}
         for batch in batches:
@@ -250,7 +273,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
                     batches, None
                 )  # its end: samplers draw once more there, which a saved position must include
                 position.is_last = position.ends_window = True
-                self._note_tail(self._find_tail())
+                self._note_tail(self._tail_of(count))
             elif others:
                 position.ends_window = count in others
             if not loaders or loaders[-1] is not position:
@@ -259,43 +282,73 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _one_ahead(self, batches: Iterator[Any], count: int) -> Iterator[Any]:
         """Hand out batches whose number is not known."""
-        position, send, grad_sync = self.position, self._move, self.grad_sync
-        stateful = self.use_stateful_dataloader
+        position, send, grad_sync = self.position, mover(self.device, self._non_blocking), self.grad_sync
         batch = first_read(batches, position)
         while batch is not END:
-            if stateful:
-                self.dl_state_dict = self.base_dataloader.state_dict()
-            position.note_reading_ahead()
-            following = next(batches, END)
+            following = self._read_ahead(batches)
             count += 1
             position.batches = count
             position.is_last = position.ends_window = following is END
-            self._note_tail(None)
             if type(batch) is BatchWithTail:
                 self._note_tail(batch.tail)
                 batch = batch.batch
-            elif position.is_last:
-                self._note_tail(self._find_tail())
+            else:
+                self._note_tail(self._tail_of(count))
             if not grad_sync.loaders or grad_sync.loaders[-1] is not position:
                 grad_sync.raise_to_top(position)
             yield batch if send is None else send(batch)
             batch = following
 
+    def _in_step(self, skip: int, replay: bool, itself: bool) -> Iterator[Any]:
+        """Hand out batches of which the other ranks may have more or fewer."""
+        position, send, grad_sync = self.position, mover(self.device, self._non_blocking), self.grad_sync
+        skipped = Skipped()
+        batches = self._open(skip, replay, itself, skipped)
+        first = first_read(batches, position)
+        steps = in_step(
+            first,
+            lambda: self._read_ahead(batches),
+            rows_in if self.base_dataloader.batch_size is not None else lambda _: 1,
+            self.world,
+            drop_last=self._drop_last,
+            begin=skipped.batches[0] if skipped.batches else first,
+        )
+        for count, step in enumerate(steps, start=skip + 1):
+            position.batches = count
+            position.is_last = position.ends_window = step.is_last
+            self._note_tail(step.tail)
+            if not grad_sync.loaders or grad_sync.loaders[-1] is not position:
+                grad_sync.raise_to_top(position)
+            yield step.batch if send is None else send(step.batch)
+
     def _ends_of_ranks(self) -> frozenset[int]:
         """After how many batches the ranks come to their end, where the loader is split by its indices."""
-        lengths = getattr(index_sampler(self.base_dataloader), "length_of", None)
-        if lengths is None:
-            return frozenset()
-        return frozenset(lengths(rank) for rank in range(self.world.size))
-
-    def _find_tail(self) -> Tail | None:
-        """What the last group of batches consists of."""
-        if self._tail is not None:
-            return self._tail
         indices = index_sampler(self.base_dataloader)
-        if isinstance(indices, SkipBatchSampler):
-            indices = indices.batch_sampler
-        return getattr(indices, "tail", None)
+        if not isinstance(indices, (BatchSamplerShard, IndexShard)):
+            return frozenset()
+        return frozenset(indices.length_of(rank) for rank in range(indices.num_processes))
+
+    def _read_ahead(self, batches: Iterator[Any]) -> Any:
+        """What follows the batch that is handed out next, or `END`; a saved position is the one before that."""
+        if self.use_stateful_dataloader:
+            self.dl_state_dict = dict(self.base_dataloader.state_dict())
+            self.adjust_state_dict_for_prefetch()
+        if not self.base_dataloader.num_workers:  # nothing here is moved by what a worker draws
+            self.position.note_reading_ahead()
+        following = next(batches, END)
+        if following is END and self.dl_state_dict is not None:
+            self.dl_state_dict["_iterator_finished"] = True
+        return following
+
+    def _tail_of(self, number: int) -> Tail | None:
+        """What the group of batch `number` consists of, where it is not whole."""
+        if self._tail is not None:
+            return self._tail if self.position.is_last else None
+        base = self.base_dataloader
+        if isinstance(base.dataset, IterableDatasetShard):  # where no worker marks the batch
+            return base.dataset.tail if self.position.is_last else None
+        tail_of = getattr(index_sampler(base), "tail_of", None)
+        return None if tail_of is None else tail_of(number)
 
     def _note_tail(self, tail: Tail | None) -> None:
         position = self.position
@@ -307,50 +360,12 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         rank = self.world.rank if self._rank is None else self._rank
         position.padding = tail.sizes[rank] - tail.real[rank]
 
-    @property
-    def _move(self) -> Any:
-        """What takes a batch to the device; None where there is nothing to do."""
-        device, non_blocking = self.device, self._non_blocking
-        if device is None:
-            return None
-
-        def move(batch: Any) -> Any:
-            return send_to_device(batch, device, non_blocking=non_blocking)
-
-        if device.type != "cpu":
-            return move
-        return lambda batch: batch if is_plainly_on_cpu(batch) else move(batch)
-
-
-class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
-    """A loader that leaves out its first `skip_batches` batches by reading and dropping them; for iterable data sets."""
-
-    def __init__(
-        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
-    ) -> None:
-        super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
-        self.skip_batches = check_skip(skip_batches)
-
-    @classmethod
-    def over(cls, base: Any, skip_batches: int) -> Any:
-        """The same around a loader that exists already."""
-        made = object.__new__(cls)
-        made._adopt(base)
-        made.skip_batches = skip_batches
-        return made
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from dropping(iter(self.base_dataloader), self.skip_batches)
-
-    def __len__(self) -> int:
-        return max(0, len(self.base_dataloader) - self.skip_batches)
-
 
 def exact_length(loader: Any) -> int | None:
     """The number of batches where it is certain, else None."""
     if is_stream(loader) or iterates_itself(loader) or not has_trusted_length(index_sampler(loader)):
         return None
-    return len(loader)
+    return len(index_sampler(loader))  # a subclass of the loader may have another opinion
 
 
 def replace_sampler(loader: Any, sampler: Any) -> Any:

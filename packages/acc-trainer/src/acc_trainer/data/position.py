@@ -37,6 +37,7 @@ class LoaderPosition:
         "ends_window",
         "epoch",
         "generator",
+        "goes_on",
         "is_last",
         "loader",
         "padding",
@@ -70,6 +71,9 @@ class LoaderPosition:
             None  # `ahead` of the saved run: this pass begins with that batch
         )
         self.replay = False  # the next pass repeats a saved epoch: use `rng`
+        self.goes_on = (
+            False  # a stateful loader was given a state, from which its next pass continues by itself
+        )
         self.loader: weakref.ref[Any] | None = None
         self._inner: Callable[[], dict[str, Any]] | None = None  # state of a stateful loader
         self._start = 0
@@ -95,6 +99,12 @@ class LoaderPosition:
             self.rng = self._generator_states()
         return replay
 
+    def go_on_behind(self, batches: int) -> None:
+        """The next pass goes on behind so many batches, as the stateful loader that is read was told."""
+        self.batches = self._start = batches
+        self._loaded = self.goes_on = True
+        self.replay = self._at_end = False
+
     def finish(self) -> None:
         """The pass came to the end of the data: the next one is the next epoch."""
         self.epoch += 1
@@ -105,7 +115,7 @@ class LoaderPosition:
 
     def note_reading_ahead(self) -> None:
         """The batch behind the one that is handed out next is read now: a saved position must know with which draws."""
-        self.ahead = drawn_so_far()
+        self.ahead = drawn_so_far(self.ahead)
 
     def close(self) -> None:
         """No batch is in use any more."""
@@ -116,7 +126,12 @@ class LoaderPosition:
         self.real = self.sizes = None
 
     def set_epoch(self, epoch: int) -> None:
-        """The next pass is epoch `epoch`, from its first batch unless it is told to skip."""
+        """The next pass is epoch `epoch`, from its first batch unless it is told to skip. In the middle of a saved one nothing changes."""
+        if self.goes_on:  # where it goes on from is in the stateful loader
+            self.epoch = epoch
+            return
+        if epoch == self.epoch and (not self.batches or (self._loaded and not self._at_end)):
+            return
         self.epoch = epoch
         self.batches = self._start = 0
         self._loaded = self.replay = self._at_end = False

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from acc_ops.random import torch_state
 from acc_ops.world import World, current_world
@@ -22,11 +22,14 @@ from acc_trainer.data.adapter import (
     stateful_loader_class,
     with_indices,
 )
+from acc_trainer.data.already_split import NOT_SPLIT, drops_last, parts_of, tail_of_distributed
 from acc_trainer.data.batches import CollateWithTail
 from acc_trainer.data.dispatch import DataLoaderDispatcher
-from acc_trainer.data.loader import DataLoaderShard, SkipDataLoader, replace_sampler
+from acc_trainer.data.in_step import own_shards as shards_of
+from acc_trainer.data.loader import DataLoaderShard, replace_sampler
 from acc_trainer.data.samplers import SkipBatchSampler, check_skip, get_sampler, is_random, seedable
-from acc_trainer.data.shard import BatchSamplerShard, IndexShard, IterableDatasetShard, Tail
+from acc_trainer.data.shard import BatchSamplerShard, IndexShard, IterableDatasetShard
+from acc_trainer.data.skipping import SkipDataLoader
 
 logger = logging.getLogger(__name__)
 
@@ -63,31 +66,31 @@ def prepare_data_loader(
     `dispatch_batches` lets rank 0 read and send; None means so for iterable data sets that go to a device. The number and index of
     the process come from the current world unless given; with `torch_device_mesh` ranks that differ only in tensor or context parallelism
     get the same data. Everything else of the loader stays: its class, workers, collate function, attributes. Raises `ValueError` for
-    `dispatch_batches=True` without `put_on_device`, and for `split_batches` with a batch size the processes do not divide.
+    `dispatch_batches=True` without `put_on_device` or over ranks that share data, and for `split_batches` with a batch size the processes do
+    not divide.
     """
     if not isinstance(dataloader, DataLoader):
         raise TypeError(f"a torch DataLoader is needed, got {type(dataloader).__name__}")
-    if isinstance(dataloader, DataLoaderAdapter):
-        return dataloader
+    given: Any = dataloader
+    if isinstance(given, DataLoaderAdapter) and not isinstance(given, SkipDataLoader):
+        return given
     world = current_world()
     ranks, rank = _data_ranks(torch_device_mesh, world, num_processes, process_index)
-    stream = isinstance(dataloader.dataset, IterableDataset)
+    obstacle = _obstacle_to_dispatching(dataloader, put_on_device, ranks, num_processes or world.size)
     if dispatch_batches is None:
-        dispatch_batches = stream and put_on_device
-    if dispatch_batches and not put_on_device:
-        raise ValueError(
-            "dispatch_batches=True sends batches to the ranks' devices, so it needs put_on_device=True"
-        )
+        dispatch_batches = is_stream(dataloader) and obstacle is None
+    if dispatch_batches and obstacle is not None:
+        raise ValueError(f"dispatch_batches=True {obstacle}")
     share = _Share(ranks=ranks, rank=rank, split_batches=split_batches, even_batches=even_batches)
     _check_split(dataloader, share)
-    together = world if world.size == ranks and world.size > 1 else None
+    together = world if num_processes in (None, world.size) and world.size > 1 else None
     by_epoch = use_stateful_dataloader or (ranks > 1 and not dispatch_batches)
     base, seeded = _ordered(dataloader, by_epoch, use_seedable_sampler, data_seed, together)
     settings: dict[str, Any] = {
         "device": device if put_on_device else None,
         "rng_types": rng_types,
         "synchronized_generator": None if seeded is not None else _generator_of(base),
-        "drop_last": _drops_last(base),
+        "drop_last": drops_last(base),
         "non_blocking": non_blocking,
         "torch_device_mesh": torch_device_mesh,
         "seeded": seeded,
@@ -98,14 +101,15 @@ def prepare_data_loader(
         return DataLoaderDispatcher.over(
             base, split_batches=split_batches, slice_fn=slice_fn_for_dispatch, **settings
         )
-    tail = _tail_of_distributed(base, ranks)
-    if tail is _NOT_SPLIT and ranks > 1:
+    tail = tail_of_distributed(base, ranks)
+    split = tail is not NOT_SPLIT
+    whole = base
+    if not split and ranks > 1:
         base = _sharded(base, share)
+    own_shards = base is not whole and is_stream(base) and not isinstance(base.dataset, IterableDatasetShard)
+    settings.update(tail=tail if split else None, keeps_step=own_shards and even_batches, rank=rank)
     base = _as_stateful(base) if use_stateful_dataloader else base
-    known = None if tail is _NOT_SPLIT else tail
-    return DataLoaderShard.over(
-        base, tail=known, uneven=not even_batches or tail is not _NOT_SPLIT, rank=rank, **settings
-    )
+    return DataLoaderShard.over(base, **settings)
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
@@ -115,11 +119,7 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     being read, unless the data set is a stream or the loader's class has an `__iter__` of its own: those are read and dropped.
     """
     count = check_skip(num_batches)
-    if isinstance(dataloader, DataLoaderShard):
-        twin = dataloader._twin(dataloader.base_dataloader)
-        twin.skip_batches = dataloader.skip_batches + count
-        return twin
-    if isinstance(dataloader, SkipDataLoader):
+    if isinstance(dataloader, (DataLoaderShard, SkipDataLoader)):
         twin = dataloader._twin(dataloader.base_dataloader)
         twin.skip_batches = dataloader.skip_batches + count
         return twin
@@ -147,6 +147,23 @@ def _data_ranks(
             size = mesh[name].size()
             shares, mine = shares * size, mine * size + mesh.get_local_rank(name)
     return shares, mine
+
+
+def _obstacle_to_dispatching(loader: Any, put_on_device: bool, ranks: int, processes: int) -> str | None:
+    """Why rank 0 cannot read for the others; None where it can."""
+    if not put_on_device:
+        return "sends batches to the ranks' devices, so it needs put_on_device=True"
+    if ranks != processes:
+        return (
+            f"gives each of the {processes} processes other samples, but in this mesh only {ranks} groups of them have data of their own: use "
+            "dispatch_batches=False"
+        )
+    if ranks > 1 and parts_of(loader) > 1:
+        return (
+            f"lets rank 0 read for all, but this loader's samples are split over {parts_of(loader)} ranks already, so the other parts would be "
+            "lost: use dispatch_batches=False, or a loader over all samples"
+        )
+    return None
 
 
 def _as_seen_by(world: World, ranks: int) -> World | None:
@@ -214,37 +231,13 @@ def _generator_of(loader: Any) -> torch.Generator | None:
     return generator if isinstance(generator, torch.Generator) else None
 
 
-def _drops_last(loader: Any) -> bool:
-    return bool(getattr(loader.batch_sampler, "drop_last", loader.drop_last))
-
-
-_NOT_SPLIT: Any = object()
-
-
-def _tail_of_distributed(loader: Any, ranks: int) -> Any:
-    """What the last batch of a loader that is split already consists of (None: every row is a sample), or `_NOT_SPLIT`."""
-    sampler = get_sampler(loader)
-    parts = getattr(sampler, "num_replicas", None)
-    if is_stream(loader) or not isinstance(parts, int) or parts < 2 or not hasattr(sampler, "rank"):
-        return _NOT_SPLIT
-    if parts != ranks:
-        logger.warning(
-            "the loader's sampler splits the data over %d ranks, but there are %d: it is used as it is, not split again",
-            parts,
-            ranks,
-        )
-        return None
-    repeated = getattr(sampler, "total_size", 0) - len(loader.dataset)
-    size = getattr(loader.batch_sampler, "batch_size", None)
-    if not isinstance(sampler, DistributedSampler) or repeated <= 0 or size is None or _drops_last(loader):
-        return None
-    rows = len(sampler) % size or size
-    real = tuple(rows - (1 if rank >= parts - repeated else 0) for rank in range(parts))
-    return Tail(real=real, sizes=(rows,) * parts)
-
-
 def _sharded(loader: Any, share: _Share) -> Any:
     """The loader with this rank's share of the indices, or of the stream."""
+    if isinstance(loader, SkipDataLoader):
+        raise ValueError(
+            f"this loader leaves out its first {loader.skip_batches} batches by reading them, so it cannot be split over {share.ranks} processes any "
+            "more: prepare the loader first, then skip_first_batches(prepared, n)"
+        )
     if is_stream(loader):
         return _sharded_stream(loader, share)
     indices = index_sampler(loader)
@@ -255,8 +248,12 @@ def _sharded(loader: Any, share: _Share) -> Any:
 
 
 def _sharded_stream(loader: Any, share: _Share) -> Any:
-    if isinstance(loader.dataset, IterableDatasetShard):
-        return loader  # the user's own sharding
+    own = shards_of(loader.dataset, share.ranks, share.rank)
+    if own is not None:
+        replaced: dict[str, Any] = {"dataset": own}
+        if share.split_batches:
+            replaced.update(_smaller_batches(loader, share))
+        return clone_loader(loader, **replaced)
     shard = IterableDatasetShard(
         loader.dataset,
         batch_size=loader.batch_size or 1,
@@ -265,12 +262,25 @@ def _sharded_stream(loader: Any, share: _Share) -> Any:
         process_index=share.rank,
         split_batches=share.split_batches and loader.batch_size is not None,
     )
-    shard.marks = True
-    replaced: dict[str, Any] = {"dataset": shard, "collate_fn": CollateWithTail(loader.collate_fn)}
+    replaced = {"dataset": shard}
+    if not iterates_itself(loader):  # which would meet the marks
+        shard.marks = True
+        replaced["collate_fn"] = CollateWithTail(loader.collate_fn)
+    elif loader.num_workers:
+        logger.warning(
+            "%s has an __iter__ of its own and workers, so which rows of a stream only fill up its last batches is not known: gather_for_metrics "
+            "will count them; use dispatch_batches=True where that matters",
+            type(loader).__name__,
+        )
     if shard.split_batches:
-        size = loader.batch_size // share.ranks
-        replaced.update(batch_size=size, batch_sampler=BatchSampler(loader.sampler, size, loader.drop_last))
+        replaced.update(_smaller_batches(loader, share))
     return clone_loader(loader, **replaced)
+
+
+def _smaller_batches(loader: Any, share: _Share) -> dict[str, Any]:
+    """What a loader over a stream has to be given to read batches of one rank's share."""
+    size = loader.batch_size // share.ranks
+    return {"batch_size": size, "batch_sampler": BatchSampler(loader.sampler, size, loader.drop_last)}
 
 
 def _as_stateful(loader: Any) -> Any:

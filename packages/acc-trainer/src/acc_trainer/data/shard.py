@@ -3,7 +3,8 @@
 [Note: the tail] Batches go to the ranks in turn; a *group* is one batch for each. Only the last group can be a tail: with too few
 batches, or with a short last one. `drop_last` drops it. Otherwise `even_batches` completes it with samples from the start of the
 epoch, so that every rank has as many batches of the same size, and without `even_batches` the ranks get what there is. `Tail` says
-how many rows of each rank are samples, so that metrics can leave the repeated ones out.
+how many rows of each rank are samples, so that metrics can leave the repeated ones out. A batch sampler of the user's own may give short
+batches anywhere; a rank that would get nothing of one is completed, too, as all ranks must be in step.
 """
 
 from __future__ import annotations
@@ -47,12 +48,40 @@ def part_of(batch: Sequence[Any], rank: int, share: int) -> Sequence[Any]:
     return batch[rank * share : (rank + 1) * share]
 
 
-class BatchSamplerShard(BatchSampler):
+def spread(batch: Sequence[Any], ranks: int) -> list[Sequence[Any]]:
+    """`batch` in a piece for each rank, as equal as can be, the longer ones first."""
+    share, longer = divmod(len(batch), ranks)
+    ends = [share * rank + min(rank, longer) for rank in range(ranks + 1)]
+    return [batch[begin:end] for begin, end in itertools.pairwise(ends)]
+
+
+class TailsByNumber:
+    """The groups of a pass that are not whole, by the number of the rank's batch. Samplers are read ahead, so the last one may be told early."""
+
+    def __init__(self) -> None:
+        self._tails: dict[int, Tail] = {}
+
+    def noting(self, batches: Iterable[tuple[Any, Tail | None]]) -> Iterator[Any]:
+        """The batches alone; their tails are noted on the way."""
+        tails = self._tails
+        for number, (batch, tail) in enumerate(batches, start=1):
+            if tail is not None:
+                tails[number] = tail
+            elif tails:
+                tails.pop(number, None)  # of an earlier pass
+            yield batch
+
+    def tail_of(self, number: int) -> Tail | None:
+        """What the group of the rank's batch `number`, from 1, consists of; None where it is whole."""
+        return self._tails.get(number)
+
+
+class BatchSamplerShard(TailsByNumber, BatchSampler):
     """The batches of one rank.
 
     Non-split: whole batches in turn. Split: a slice of every batch, whose size must then be a multiple of `num_processes`
     (`ValueError`). `even_batches` completes the tail with samples from the start; a batch sampler with `drop_last` drops it; otherwise
-    the ranks get unequal numbers. Batches of the sampler are never changed. `tail` tells, after a pass, what its last group was.
+    the ranks get unequal numbers. Batches of the sampler are never changed.
     """
 
     def __init__(
@@ -65,6 +94,7 @@ class BatchSamplerShard(BatchSampler):
     ) -> None:
         if not 0 <= process_index < num_processes:
             raise ValueError(f"process_index must be in 0..{num_processes - 1}, got {process_index}")
+        TailsByNumber.__init__(self)
         self.batch_sampler = batch_sampler
         self.num_processes = num_processes
         self.process_index = process_index
@@ -72,7 +102,6 @@ class BatchSamplerShard(BatchSampler):
         self.even_batches = even_batches
         self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
         self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
-        self.tail: Tail | None = None
         if split_batches and (self.batch_size is None or self.batch_size % num_processes):
             raise ValueError(
                 f"split_batches needs a batch size that is a multiple of the {num_processes} processes, "
@@ -108,8 +137,7 @@ class BatchSamplerShard(BatchSampler):
         return whole + 1 if self.even_batches or rank < rest else whole
 
     def __iter__(self) -> Iterator[list[Any]]:
-        self.tail = None
-        return self._split() if self.split_batches else self._in_turn()
+        return self.noting(self._split() if self.split_batches else self._in_turn())
 
     def set_epoch(self, epoch: int) -> None:
         """Passed on to the batch sampler."""
@@ -127,61 +155,74 @@ class BatchSamplerShard(BatchSampler):
         share = self.batch_size // self.num_processes
         return total - 1 if short and short <= rank * share else total
 
-    def _in_turn(self) -> Iterator[list[Any]]:
+    def _in_turn(self) -> Iterator[tuple[list[Any], Tail | None]]:
         ranks, rank, size = self.num_processes, self.process_index, self.batch_size
         group: list[Any] = []
         first: list[Any] | None = None
         for batch in self.batch_sampler:
             if len(group) == ranks:  # it was kept back because its last batch is short, but more follows
-                yield list(group[rank])
+                yield list(group[rank]), None
                 group = []
             group.append(batch)
             if len(group) < ranks:
                 continue
             first = first if first is not None else _joined(group)
             if size is None or len(batch) == size:
-                yield list(group[rank])
+                yield list(group[rank]), None
                 group = []
         if group:
             yield from self._last(group, first if first is not None else _joined(group), size)
 
-    def _split(self) -> Iterator[list[Any]]:
+    def _split(self) -> Iterator[tuple[list[Any], Tail | None]]:
         ranks, rank, size = self.num_processes, self.process_index, self.batch_size
         share = size // ranks
         first: Sequence[Any] = ()
         held: Sequence[Any] | None = None
         for batch in self.batch_sampler:
             if held is not None:  # short, but more follows
-                yield list(part_of(held, rank, -(-len(held) // ranks)))
+                yield self._of_short(held, first)
                 held = None
             first = first or batch
             if len(batch) < size:
                 held = batch
                 continue
-            yield list(part_of(batch, rank, share))
+            yield list(part_of(batch, rank, share)), None
         if held is not None:
             yield from self._last([part_of(held, r, share) for r in range(ranks)], first, share)
 
-    def _last(self, group: list[Any], first: Sequence[Any], size: int | None) -> Iterator[list[Any]]:
+    def _of_short(self, batch: Sequence[Any], first: Sequence[Any]) -> tuple[list[Any], Tail | None]:
+        """This rank's piece of a short batch in the middle; none is empty."""
+        pieces = spread(batch, self.num_processes)
+        if pieces[-1]:
+            return list(pieces[self.process_index]), None
+        batches, tail = complete(pieces, first, self.num_processes, 1)
+        return batches[self.process_index], tail
+
+    def _last(
+        self, group: list[Any], first: Sequence[Any], size: int | None
+    ) -> Iterator[tuple[list[Any], Tail | None]]:
         """The tail's batch of this rank, if it has one."""
         ranks, rank = self.num_processes, self.process_index
         whole = len(group) == ranks and (size is None or all(len(batch) == size for batch in group))
         if self.drop_last and not whole:
             return
         if self.even_batches and not whole:
-            batches, self.tail = complete(group, first, ranks, size)
-            yield batches[rank]
+            batches, tail = complete(group, first, ranks, size)
+            yield batches[rank], tail
             return
         sizes = tuple(len(group[r]) if r < len(group) else 0 for r in range(ranks))
-        self.tail = Tail(real=sizes, sizes=sizes)
         if sizes[rank]:
-            yield list(group[rank])
+            yield list(group[rank]), Tail(real=sizes, sizes=sizes)
 
 
-class IndexShard:
-    """The indices of one rank, for a loader without batches (`batch_size=None`): one in turn for each rank."""
+class IndexShard(TailsByNumber):
+    """The indices of one rank, for a loader without batches (`batch_size=None`): one in turn for each rank.
+
+    Such a loader has no rows, so in a tail a rank has its item (1) or repeats another (0).
+    """
 
     def __init__(self, sampler: Any, num_processes: int, process_index: int, even_batches: bool) -> None:
+        super().__init__()
         self.sampler = sampler
         self.num_processes = num_processes
         self.process_index = process_index
@@ -192,15 +233,6 @@ class IndexShard:
         """What the length is computed from."""
         return self.sampler
 
-    @property
-    def tail(self) -> Tail | None:
-        """The last group: a loader without batches has no rows, so a rank has its item (1) or repeats another (0)."""
-        rest = len(self.sampler) % self.num_processes
-        if not rest:
-            return None
-        real = tuple(int(rank < rest) for rank in range(self.num_processes))
-        return Tail(real=real, sizes=(1,) * self.num_processes if self.even_batches else real)
-
     def __len__(self) -> int:
         return self.length_of(self.process_index)
 
@@ -210,16 +242,26 @@ class IndexShard:
         return whole + (1 if rest and (self.even_batches or rank < rest) else 0)
 
     def __iter__(self) -> Iterator[Any]:
+        return self.noting(self._in_turn())
+
+    def _in_turn(self) -> Iterator[tuple[Any, Tail | None]]:
+        ranks, rank = self.num_processes, self.process_index
         first: list[Any] = []
-        seen = 0
-        for seen, index in enumerate(self.sampler, start=1):
-            if len(first) < self.num_processes:
-                first.append(index)
-            if (seen - 1) % self.num_processes == self.process_index:
-                yield index
-        rest = seen % self.num_processes
-        if rest and self.even_batches and self.process_index >= rest:
-            yield first[(self.process_index - rest) % len(first)]
+        group: list[Any] = []
+        for index in self.sampler:
+            group.append(index)
+            if len(group) == ranks:
+                first = first or group
+                yield group[rank], None
+                group = []
+        if not group:
+            return
+        real = tuple(int(r < len(group)) for r in range(ranks))
+        if self.even_batches:
+            batches, _ = complete([[index] for index in group], first or group, ranks, 1)
+            yield batches[rank][0], Tail(real=real, sizes=(1,) * ranks)
+        elif real[rank]:
+            yield group[rank], Tail(real=real, sizes=real)
 
     def set_epoch(self, epoch: int) -> None:
         """Passed on to the sampler."""
@@ -267,6 +309,7 @@ class IterableDatasetShard(IterableDataset):
         self.split_batches = split_batches
         self.epoch = 0
         self.marks = False  # the loader asks for `Repeated` elements, which its collate function unwraps
+        self.tail: Tail | None = None  # of the last pass in this process
 
     def set_epoch(self, epoch: int) -> None:
         """Told to the data set when it wants to know."""
@@ -289,6 +332,7 @@ class IterableDatasetShard(IterableDataset):
             generator.manual_seed(self.epoch)
         share = self.group_size // self.num_processes
         mine = range(self.process_index * share, (self.process_index + 1) * share)
+        self.tail = None
         first: list[Any] = []
         group: list[Any] = []
         for element in self.dataset:
@@ -302,7 +346,7 @@ class IterableDatasetShard(IterableDataset):
 
     def _last(self, group: list[Any], first: list[Any], share: int, mine: range) -> Iterator[Any]:
         real = tuple(min(share, max(0, len(group) - rank * share)) for rank in range(self.num_processes))
-        tail = Tail(real=real, sizes=(share,) * self.num_processes)
+        tail = self.tail = Tail(real=real, sizes=(share,) * self.num_processes)
         filled = list(itertools.islice(itertools.chain(group, itertools.cycle(first)), self.group_size))
         for place in mine:
             # marked even where every element is this rank's own: the other ranks' rows have to be known as well

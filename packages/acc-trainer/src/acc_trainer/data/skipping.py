@@ -6,11 +6,36 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from acc_trainer.data.adapter import clone_loader, with_indices
+from acc_trainer.data.adapter import DataLoaderAdapter, DataLoaderStateMixin, clone_loader, with_indices
 from acc_trainer.data.draws import as_then
 from acc_trainer.data.position import LoaderPosition
+from acc_trainer.data.samplers import check_skip
 
 END = object()  # what `next` gives behind the last batch
+
+
+class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
+    """A loader that leaves out its first `skip_batches` batches by reading and dropping them; for iterable data sets."""
+
+    def __init__(
+        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
+        self.skip_batches = check_skip(skip_batches)
+
+    @classmethod
+    def over(cls, base: Any, skip_batches: int) -> Any:
+        """The same around a loader that exists already."""
+        made = object.__new__(cls)
+        made._adopt(base)
+        made.skip_batches = skip_batches
+        return made
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from dropping(iter(self.base_dataloader), self.skip_batches)
+
+    def __len__(self) -> int:
+        return max(0, len(self.base_dataloader) - self.skip_batches)
 
 
 class Skipped:

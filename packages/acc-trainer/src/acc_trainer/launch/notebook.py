@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.multiprocessing
 from acc_ops.devices import present_kind
 from acc_ops.optional import are_libraries_initialized
 from acc_ops.world import leave_world
-from acc_trainer.state import is_initialized
+from acc_trainer.state import PartialState, is_initialized
 
 from .options import PRECISIONS
 from .port import HeldPort
@@ -35,7 +36,7 @@ def notebook_launcher(
     monitor_interval: float = 0.1,
     log_line_prefix_template: str | None = None,
 ) -> None:
-    """Run `function(*args)` on `num_processes` processes of this machine; with one it is called here.
+    """Run `function(*args)` on `num_processes` processes of this machine; with one (the default in Colab alone) it is called here.
 
     They are forked, so `function` may be defined in the notebook, but nothing may have touched an accelerator before.
     `use_port` 0 chooses a free port. More than one node, restarts and other rendezvous go to torch's elastic launcher.
@@ -47,6 +48,8 @@ def notebook_launcher(
     _check_call(function, args)
     _check_numbers(num_processes, mixed_precision, node_rank, num_nodes)
     port_number = _port_of(use_port)
+    if num_processes is None and "google.colab" in sys.modules:
+        num_processes = 1  # its machines have one accelerator or none
     if num_processes is None:
         raise ValueError("notebook_launcher needs num_processes: how many processes to start on this machine")
     if num_processes * num_nodes == 1:
@@ -93,6 +96,11 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.number)}
         common = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "yes", "FORK_LAUNCHED": "1"}
         _fork(function, args, num_processes, {**common, **meeting})
+
+
+def test_launch() -> None:
+    """Join the processes that a launcher started and do nothing more: a function to try a launcher with."""
+    PartialState()
 
 
 def _check_call(function: object, args: object) -> None:

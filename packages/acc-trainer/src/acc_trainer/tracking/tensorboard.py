@@ -10,6 +10,7 @@ from typing import Any
 
 from acc_ops.optional import is_tensorboard_available, require
 from acc_trainer.tracking.tracker import GeneralTracker, on_main_process
+from acc_trainer.tracking.values import flat, is_number, number_of, plain
 
 
 class TensorBoardTracker(GeneralTracker):
@@ -28,6 +29,11 @@ class TensorBoardTracker(GeneralTracker):
         self.init_kwargs = kwargs
         self.writer: Any = None
 
+    @classmethod
+    def is_installed(cls) -> bool:
+        """Whether tensorboard or tensorboardX is."""
+        return is_tensorboard_available()
+
     @on_main_process
     def start(self) -> None:
         """Open the event file."""
@@ -40,31 +46,33 @@ class TensorBoardTracker(GeneralTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """The settings as hyperparameters, and as hparams.yml in a folder with the time in its name."""
-        self.writer.add_hparams({key: _plain(value) for key, value in values.items()}, metric_dict={})
+        """The settings as hyperparameters, nested ones as `optimizer.lr`, and as hparams.yml in a folder with the time in its name."""
+        shown = {
+            key: value if isinstance(value, (int, float, str)) else str(value)
+            for key, value in flat(values).items()
+        }
+        self.writer.add_hparams(shown, metric_dict={})
         self.writer.flush()
         folder = Path(self.logging_dir) / str(time.time())
         folder.mkdir(parents=True, exist_ok=True)
         yaml = require("yaml", "writing the settings of a run")
-        text = yaml.safe_dump({key: _plain(value) for key, value in values.items()})
-        (folder / "hparams.yml").write_text(text, encoding="utf-8")
+        (folder / "hparams.yml").write_text(yaml.safe_dump(plain(values)), encoding="utf-8")
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Numbers as scalars, strings as texts, dicts as groups of scalars; tensors of one element count as numbers."""
-        for key, value in values.items():
-            if hasattr(value, "item") and getattr(value, "numel", lambda: 1)() == 1:
-                value = value.item()
-            if isinstance(value, (int, float)):
+        for key, given in values.items():
+            value = number_of(given)
+            if is_number(value):
                 self.writer.add_scalar(key, value, global_step=step, **kwargs)
             elif isinstance(value, str):
                 self.writer.add_text(key, value, global_step=step, **kwargs)
             elif isinstance(value, dict):
-                self.writer.add_scalars(key, value, global_step=step, **kwargs)
+                group = {name: number_of(one) for name, one in value.items()}
+                self.writer.add_scalars(key, group, global_step=step, **kwargs)
             else:
-                raise TypeError(
-                    f"TensorBoard takes numbers, strings and dicts of numbers, but {key!r} is {type(value).__name__}: "
-                    "use log_images for images"
+                self.leave_out(
+                    key, f"it shows numbers, texts and dicts of numbers, got {type(value).__name__}"
                 )
         self.writer.flush()
 
@@ -90,8 +98,3 @@ def _summary_writer() -> Any:
         except ImportError:  # only tensorboardX is there
             return require("tensorboardX", "the TensorBoard tracker").SummaryWriter
     return require("tensorboard", "the TensorBoard tracker")
-
-
-def _plain(value: Any) -> Any:
-    """What TensorBoard and YAML can both write."""
-    return value if isinstance(value, (int, float, str, bool)) else str(value)

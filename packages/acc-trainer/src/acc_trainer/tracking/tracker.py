@@ -7,11 +7,9 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from acc_ops.logging import get_logger
 from acc_ops.world import current_world
 
-logger = get_logger(__name__)
-plain_logger = logging.getLogger(__name__)  # where several processes may speak
+logger = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -32,9 +30,12 @@ class GeneralTracker:
 
     `name` (str), `requires_logging_directory` (bool), and `tracker`, a property with the library's own run (`NotImplementedError` otherwise,
     naming what is missing). The calls it receives, in order: 1 `start()`, 2 `store_init_configuration(values)`, 3 `log(values, step)`
-    any number of times, 4 `finish()`. `main_process_only` (default True): rank 0 alone tracks. `_blank=True` leaves the checks out.
+    any number of times, 4 `finish()`. An Accelerator makes these calls on rank 0; `main_process_only` (default True) says whether methods
+    under `on_main_process` keep quiet on the other ranks when a script makes them itself. `_blank=True` leaves the checks out.
     """
 
+    name: str
+    requires_logging_directory: bool
     main_process_only = True
 
     def __init__(self, _blank: bool = False) -> None:
@@ -52,6 +53,11 @@ class GeneralTracker:
                 "(`name` and `requires_logging_directory` as class attributes, `tracker` as a property)"
             )
 
+    @classmethod
+    def is_installed(cls) -> bool:
+        """Whether the library it stands for is there; a tracker without one always is."""
+        return True
+
     def start(self) -> None:
         """Begin the run."""
 
@@ -63,3 +69,32 @@ class GeneralTracker:
 
     def finish(self) -> None:
         """The run is over."""
+
+    def leave_out(self, key: str, why: str) -> None:
+        """Say, once for each key, that this tracker does not show a value."""
+        told: set[str] = self.__dict__.setdefault("_left_out", set())
+        if key not in told:
+            told.add(key)
+            logger.warning("tracker %r leaves out %r: %s", getattr(self, "name", "?"), key, why)
+
+
+class BlankTracker(GeneralTracker):
+    """Stands where no tracker runs: on other ranks, without `log_with`, and for one that failed. It takes every call and does nothing."""
+
+    def __init__(self, name: str = "") -> None:
+        super().__init__(_blank=True)
+        self.name = name
+
+    @property
+    def tracker(self) -> Any:
+        """Itself: the library's run takes every call too."""
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copying and pickling ask for these
+            raise AttributeError(name)
+        return _nothing
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """What a blank tracker does."""

@@ -1,0 +1,61 @@
+"""Weights and registered objects of an Accelerator, for its own checkpoints and for others to read."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+import acc_bigmodel
+from acc_trainer.checkpoint.together import together
+
+if TYPE_CHECKING:
+    from acc_trainer.accelerator import Accelerator
+
+
+def save_model(
+    accelerator: Accelerator,
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    max_shard_size: int | str,
+    safe_serialization: bool,
+) -> None:
+    """Write the weights on the process that writes; see `Accelerator.save_model`."""
+    if not os.fspath(folder):
+        raise ValueError("save_model needs a folder to write into, got an empty name; '.' is this folder")
+    with together(accelerator.world, f"saving a model into {os.fspath(folder)}"):
+        state = full_state(accelerator, model)
+        if accelerator.strategy.writes:
+            acc_bigmodel.save_weights(state, folder, "model", max_shard_size, safe_serialization)
+
+
+def full_state(accelerator: Accelerator, model: nn.Module) -> Any:
+    """All weights of a model, also of one that is offloaded; at least on the processes that write."""
+    # a lazy start: it brings the hooks of offloaded models, which a training run does not need
+    from acc_bigmodel.collect import get_state_dict_offloaded_model  # noqa: PLC0415
+
+    own = accelerator.strategy.unwrap(model)
+    if any(tensor.is_meta for tensor in own.parameters()):
+        return get_state_dict_offloaded_model(own)
+    return accelerator.strategy.state(model)
+
+
+def checkpointable(objects: Sequence[Any]) -> Sequence[Any]:
+    """The same objects. Raises `ValueError` for those that have no `state_dict` and `load_state_dict`."""
+    wrong = [one for one in objects if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict"))]
+    if wrong:
+        raise ValueError(
+            f"only objects with state_dict() and load_state_dict() can be checkpointed, these lack them: {wrong}"
+        )
+    return objects
+
+
+def registered(hooks: OrderedDict[int, Callable[..., None]], hook: Callable[..., None]) -> RemovableHandle:
+    """Add `hook` to `hooks`; the handle takes it out again."""
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle

@@ -1,0 +1,250 @@
+"""Preparing a loader: nothing of the user's is lost."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from acc_ops.testing import run_threads
+from acc_ops.world import current_world
+from acc_trainer.data.prepare import prepare_data_loader, skip_first_batches
+from acc_trainer.grad_sync import GradSync
+from acc_trainer.metrics import gather_for_metrics
+
+
+class Stream(IterableDataset):
+    def __init__(self, size):
+        self.size = size
+
+    def __iter__(self):
+        return iter(range(self.size))
+
+
+class Tripling(DataLoader):
+    """A loader with a pass of its own."""
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            yield 3 * batch
+
+
+def prepared(loader, **options):
+    made = prepare_data_loader(loader, **options)
+    made._grad_sync = GradSync()
+    return made
+
+
+def rows(loader):
+    return [batch.tolist() for batch in loader]
+
+
+def test_an_iter_of_the_users_over_a_stream_gets_plain_batches_on_every_rank():
+    def work():
+        world = current_world()
+        made = prepared(Tripling(Stream(5), batch_size=2))
+        seen, gathered = [], []
+        for batch in made:
+            seen.append(batch.tolist())
+            gathered += gather_for_metrics(batch, made.grad_sync, world).tolist()
+        return seen, gathered
+
+    once = [0, 3, 6, 9, 12]
+    assert run_threads(2, work) == [([[0, 3], [12, 0]], once), ([[6, 9], [3, 6]], once)]
+
+
+def test_an_iter_of_the_users_with_workers_over_a_stream_says_what_it_cannot_know(caplog):
+    prepare_data_loader(Tripling(Stream(5), batch_size=2, num_workers=1), num_processes=2, process_index=0)
+    assert "Tripling has an __iter__ of its own and workers" in caplog.text
+
+
+def test_a_length_that_a_subclass_tells_loses_no_batch():
+    class Modest(DataLoader):
+        def __len__(self):
+            return 2
+
+    made = prepared(Modest(range(8), 2))
+    ends = [(batch.tolist(), made.end_of_dataloader) for batch in made]
+    assert ends == [([0, 1], False), ([2, 3], False), ([4, 5], False), ([6, 7], True)]
+
+
+def test_a_loader_that_skips_can_be_prepared():
+    rest = skip_first_batches(DataLoader(Stream(7), 2), 1)
+
+    def work(**options):
+        return rows(prepare_data_loader(rest, device=torch.device("cpu"), put_on_device=True, **options))
+
+    assert run_threads(1, work) == [[[2, 3], [4, 5], [6]]]
+    assert run_threads(2, work) == [[[2, 3], [6]], [[4, 5], [2]]]
+    with pytest.raises(ValueError, match=r"leaves out its first 1 batches.*prepare the loader first"):
+        prepare_data_loader(rest, num_processes=2, process_index=0)
+    mapped = skip_first_batches(DataLoader(range(7), 2), 1)
+    assert run_threads(2, lambda: rows(prepare_data_loader(mapped))) == [[[2, 3], [6, 2]], [[4, 5], [3, 4]]]
+
+
+def test_workers_keep_what_they_were_given():
+    def first_of_worker(worker):
+        torch.utils.data.get_worker_info().dataset.first = 100 * (worker + 1)
+
+    class Shifted(Dataset):
+        first = 0
+
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            return self.first + index
+
+    context = multiprocessing.get_context("fork")
+    loader = DataLoader(
+        Shifted(),
+        2,
+        num_workers=1,
+        worker_init_fn=first_of_worker,
+        multiprocessing_context=context,
+        prefetch_factor=3,
+    )
+    made = prepared(loader, num_processes=2, process_index=1)
+    assert (made.worker_init_fn, made.multiprocessing_context, made.prefetch_factor) == (
+        first_of_worker,
+        context,
+        3,
+    )
+    assert rows(made) == [[102, 103]]
+    assert Shifted.first == 0
+
+
+def test_stored_batches_and_dicts_are_handed_on_untouched():
+    stored = [{"x": torch.full((2,), float(at)), "name": f"batch {at}"} for at in range(3)]
+    made = prepared(DataLoader(stored, batch_size=None, collate_fn=lambda batch: batch))
+    got = list(made)
+    assert all(one is two for one, two in zip(got, stored, strict=True))
+
+    indices = [[0, 3], [1], [2, 4]]
+    run_threads(2, lambda: rows(prepare_data_loader(DataLoader(range(5), batch_sampler=indices))))
+    assert indices == [[0, 3], [1], [2, 4]]
+
+
+def test_batches_of_changing_sizes_are_shared_out_and_counted_once():
+    batches = [[0], [1, 2, 3], [4, 5], [6], [7, 8]]
+
+    def work():
+        world = current_world()
+        made = prepared(DataLoader(range(9), batch_sampler=batches))
+        gathered = []
+        for batch in made:
+            gathered += gather_for_metrics(batch, made.grad_sync, world).tolist()
+        return gathered
+
+    assert run_threads(2, work) == [list(range(9))] * 2
+
+
+def test_an_unsized_sampler_of_single_items_is_shared_out():
+    class Endless(torch.utils.data.Sampler):
+        def __iter__(self):
+            return iter([4, 3, 2, 1, 0])
+
+    def work():
+        world = current_world()
+        made = prepared(DataLoader(range(5), batch_size=None, sampler=Endless()))
+        got = []
+        for item in made:
+            got += gather_for_metrics(torch.tensor([item]), made.grad_sync, world).tolist()
+        return got
+
+    assert run_threads(2, work) == [[4, 3, 2, 1, 0]] * 2
+
+
+class Listening(Dataset):
+    def __init__(self, epoch=0):
+        self.epoch = epoch
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return int(self.epoch)
+
+
+def test_workers_that_stay_and_hear_of_no_epoch_are_told_of_once(caplog):
+    made = prepared(DataLoader(Listening(), 2, num_workers=1, persistent_workers=True))
+    for _ in range(3):
+        rows(made)
+    assert caplog.text.count("persistent workers do not hear of epoch 1: Listening.set_epoch") == 1
+
+
+def test_a_data_set_that_shares_its_epoch_is_heard_by_workers_that_stay(caplog):
+    class Shared(Listening):
+        def __init__(self):
+            self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+
+        def set_epoch(self, epoch):
+            self.epoch.fill_(epoch)
+
+    made = prepared(DataLoader(Shared(), 2, num_workers=1, persistent_workers=True))
+    assert [rows(made) for _ in range(3)] == [[[0, 0]], [[1, 1]], [[2, 2]]]
+    assert "do not hear" not in caplog.text
+
+
+class Mesh:
+    """The part of a DeviceMesh that is asked: two groups of data, each of two ranks that share it."""
+
+    mesh_dim_names = ("dp_replicate", "tp")
+
+    def __getitem__(self, name):
+        return self
+
+    def size(self):
+        return 2
+
+    def get_local_rank(self, name):
+        rank = current_world().rank
+        return rank // 2 if name.startswith("dp") else rank % 2
+
+
+def test_ranks_that_split_the_model_get_the_same_data_in_the_same_order():
+    def work():
+        return rows(prepare_data_loader(DataLoader(range(8), 2, shuffle=True), torch_device_mesh=Mesh()))
+
+    one, two, three, four = run_threads(4, work)
+    assert one == two
+    assert three == four
+    assert sorted(number for batches in (one, three) for batch in batches for number in batch) == list(
+        range(8)
+    )
+
+    def dispatched():
+        with pytest.raises(ValueError, match="only 2 groups of them have data of their own"):
+            prepare_data_loader(
+                DataLoader(range(8), 2),
+                device=torch.device("cpu"),
+                put_on_device=True,
+                dispatch_batches=True,
+                torch_device_mesh=Mesh(),
+            )
+        return True
+
+    assert all(run_threads(4, dispatched))
+
+
+def test_setting_the_saved_epoch_keeps_the_place_in_it():
+    def make():
+        return prepared(DataLoader(range(12), 2, shuffle=True))
+
+    made = make()
+    passed = iter(made)
+    next(passed)
+    state = made.position.state_dict()
+    wanted = rows(passed)
+    again = make()
+    again.position.load_state_dict(state)
+    again.set_epoch(0)
+    assert rows(skip_first_batches(again, 1)) == wanted
+    again.position.load_state_dict(state)
+    again.set_epoch(3)
+    assert (again.position.epoch, again.position.batches) == (3, 0)
