@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from acc_bigmodel import init_empty_weights, save_weights
+from acc_ops.fake_accelerator import FakeAccelerator, FakeAcceleratorUnavailable, fake_accelerator
 
 
 class TiedModel(nn.Module):
@@ -69,6 +71,17 @@ def checkpoint(tied_model: nn.Module, tmp_path: Path) -> Path:
 @pytest.fixture
 def tokens() -> torch.Tensor:
     return torch.tensor([0, 3, 11, 5])
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeAccelerator]:
+    """A device that is not the CPU, two of them."""
+    with contextlib.ExitStack() as stack:
+        try:
+            accelerator = stack.enter_context(fake_accelerator())
+        except FakeAcceleratorUnavailable as error:
+            pytest.skip(str(error))
+        yield accelerator
 
 
 @pytest.fixture

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import types
 from collections import Counter
 
 import pytest
 import torch
 from torch import nn
 
-from acc_bigmodel import get_balanced_memory, get_max_memory, infer_auto_device_map, init_empty_weights
+from acc_bigmodel import (
+    budget,
+    get_balanced_memory,
+    get_max_memory,
+    infer_auto_device_map,
+    init_empty_weights,
+)
 from acc_bigmodel.budget import check_present, device_key
+from acc_ops.devices import memory_info
 from acc_ops.fake_accelerator import fake_accelerator
 
 
@@ -29,6 +37,45 @@ def test_what_is_free_without_an_argument() -> None:
     free = get_max_memory()
     assert free
     assert all(budget > 0 for budget in free.values())
+
+
+def test_no_more_is_free_than_the_container_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = memory_info("cpu").free_bytes
+    monkeypatch.setattr(budget, "present_kind", lambda: "cpu")
+    monkeypatch.setattr(budget, "group_free_bytes", lambda: 5)
+    assert get_max_memory() == {"cpu": 5}
+    monkeypatch.setattr(budget, "group_free_bytes", lambda: 10 * free)
+    assert get_max_memory()["cpu"] < 10 * free
+
+
+def test_memory_that_accelerators_share_with_the_cpu_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "group_free_bytes", lambda: 1000)
+    with fake_accelerator(count=2, total_bytes=3000) as fake:
+        module = torch.get_device_module(fake.kind)
+        assert get_max_memory() == {0: 3000, 1: 3000, "cpu": 1000}
+        integrated = types.SimpleNamespace(is_integrated=1)
+        monkeypatch.setattr(module, "get_device_properties", lambda _: integrated, raising=False)
+        assert get_max_memory() == {0: 500, 1: 500}
+        monkeypatch.setattr(
+            module, "get_device_properties", lambda device: integrated if device.index else None
+        )
+        assert get_max_memory() == {0: 3000, 1: 1000}
+    with fake_accelerator(count=1, total_bytes=3000, single=True, shares_host_memory=True) as fake:
+        assert get_max_memory() == {fake.kind: 1000}
+
+
+def test_what_is_used_on_a_device_is_not_free() -> None:
+    with fake_accelerator(count=1, total_bytes=3000) as fake:
+        held = torch.zeros(1000, dtype=torch.uint8).to(fake.device)
+        assert get_max_memory()[0] == 2000
+        del held
+        assert get_max_memory()[0] == 3000
+
+
+@pytest.mark.parametrize("size", ["lots", -1, float("nan"), True, None, "3 GX"])
+def test_a_size_that_is_none_is_named_with_its_device(size: object) -> None:
+    with pytest.raises(ValueError, match="max_memory gives 'cpu' the budget"):
+        get_max_memory({"cpu": size})
 
 
 def test_given_budgets_become_bytes_in_order_and_the_dict_is_left_alone() -> None:

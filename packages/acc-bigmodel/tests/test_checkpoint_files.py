@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import types
 from pathlib import Path
 
@@ -130,3 +132,50 @@ def test_a_hub_id_is_fetched_as_safetensors_first(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(checkpoint_files, "require", lambda *args, **kwargs: hub)
     assert value("someone/model") == WANTED
     assert asked == [("someone/model", "*.safetensors"), ("someone/model", "*.bin")]
+
+
+def test_a_hub_repository_comes_from_the_cache_when_there_is_no_network(tmp_path: Path) -> None:
+    pytest.importorskip("huggingface_hub", reason="hub ids need it")
+    repository = tmp_path / "hub" / "models--someone--model"
+    snapshot = repository / "snapshots" / ("a" * 40)
+    for folder in (repository / "refs", repository / "blobs", snapshot):
+        folder.mkdir(parents=True)
+    (repository / "refs" / "main").write_text("a" * 40)
+    for file in save_weights(STATE, tmp_path / "saved", "model", 16):
+        os.replace(tmp_path / "saved" / file, repository / "blobs" / file)
+        os.symlink(f"../../blobs/{file}", snapshot / file)
+    script = """
+from acc_bigmodel import open_store
+print({name: tensor.tolist() for name, tensor in open_store("someone/model").items()})
+try:
+    open_store("someone/unknown")
+except ValueError as error:
+    print(error)
+"""
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120
+    )
+    first, second = done.stdout.splitlines()[:2]
+    assert first == str(WANTED)
+    assert "no file or folder 'someone/unknown' here, and no hub repository of that name can be had" in second
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError("not cached"), ValueError("no such name")])
+def test_a_hub_repository_that_cannot_be_had_is_named(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def snapshot_download(repository: str, allow_patterns: list[str]) -> str:
+        raise error
+
+    hub = types.SimpleNamespace(snapshot_download=snapshot_download)
+    monkeypatch.setattr(checkpoint_files, "require", lambda *args, **kwargs: hub)
+    with pytest.raises(ValueError, match=rf"'someone/model' here, .*{error}"):
+        open_store("someone/model")
+
+
+def test_a_name_that_stands_twice_in_an_index_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors.index.json"
+    file.write_text('{"weight_map": {"a": "1.safetensors", "a": "2.safetensors"}}')
+    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json .*'a' stands in it twice"):
+        find_checkpoint(file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -80,6 +81,20 @@ def test_size_with_ties_counts_the_shared_tensor_once() -> None:
     modules = [("b", nn.Linear(1, 1)), ("c", nn.Linear(1, 1))]
     total, names, found = get_module_size_with_ties(["b.w"], 10, sizes, modules)
     assert (total, names, found) == (10 + 9 - 6, ["b"], [modules[0][1]])
+
+
+def test_a_tied_name_that_is_nowhere_is_said() -> None:
+    with pytest.raises(ValueError, match=r"'z\.w' is in none of the modules b, c"):
+        get_module_size_with_ties(["z.w"], 1, {}, [("b", nn.Linear(1, 1)), ("c", nn.Linear(1, 1))])
+
+
+def test_the_lists_and_sizes_that_are_given_stay_as_they_are(tied_model: nn.Module) -> None:
+    sizes, modules = compute_module_sizes(tied_model), list(tied_model.named_children())
+    before = dict(sizes), list(modules)
+    get_max_layer_size(modules, sizes, None)
+    get_module_leaves(sizes)
+    get_module_size_with_ties(["head.weight"], 1, sizes, modules)
+    assert (dict(sizes), modules) == before
 
 
 def test_inventory_has_a_module_under_each_of_its_names() -> None:

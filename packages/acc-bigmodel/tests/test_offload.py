@@ -11,15 +11,19 @@ from torch import nn
 
 from acc_bigmodel import (
     OffloadedWeightsLoader,
+    disk_offload,
+    dispatch_model,
     extract_submodules_state_dict,
     load_offloaded_weight,
     load_offloaded_weights,
+    offload,
     offload_state_dict,
     offload_weight,
     save_offload_index,
 )
 from acc_bigmodel.offload import offload_or_reuse
 from acc_ops.testing import run_threads
+from acc_ops.world import current_world
 
 TENSORS = {
     "empty": torch.empty(0, 3),
@@ -153,3 +157,47 @@ def test_several_ranks_offload_the_same_model_at_once(tmp_path: Path) -> None:
 
     assert all(run_threads(4, offload))
     assert set(OffloadedWeightsLoader(save_folder=tmp_path)) == set(state)
+
+
+def test_what_is_being_replaced_is_not_in_the_index_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is killed then leaves a folder that lacks it, not one with weights of two models."""
+    first = {"a": torch.ones(2), "b": torch.ones(2), "kept": torch.ones(3)}
+    second = {"a": torch.zeros(2), "b": torch.zeros(2), "kept": torch.ones(3)}
+    write = offload.write_raw
+
+    def killed_after_one(tensor: torch.Tensor, file: str) -> None:
+        write(tensor, file)
+        raise KeyboardInterrupt
+
+    for again in (offload_or_reuse, offload_state_dict):
+        offload_state_dict(tmp_path, first)
+        with monkeypatch.context() as killing:
+            killing.setattr(offload, "write_raw", killed_after_one)
+            with pytest.raises(KeyboardInterrupt):
+                again(tmp_path, second)
+        left = OffloadedWeightsLoader(save_folder=tmp_path)
+        assert not {"a", "b"} & set(left)
+        again(tmp_path, second)
+        left = OffloadedWeightsLoader(save_folder=tmp_path)
+        assert all(torch.equal(left[name], value) for name, value in second.items())
+
+
+def test_two_models_that_are_offloaded_into_one_folder_at_once_run_with_their_own_weights(
+    tmp_path: Path,
+) -> None:
+    def offload_and_run() -> bool:
+        own = torch.full((3, 3), float(current_world().rank))
+        for turn in range(8):
+            model = nn.Linear(3, 3, bias=False).requires_grad_(False)
+            model.weight.copy_(own)
+            if turn % 2:
+                disk_offload(model, tmp_path)
+            else:
+                dispatch_model(model, {"": "disk"}, offload_dir=tmp_path)
+            if not torch.equal(model.state_dict()["weight"], own):
+                return False
+        return True
+
+    assert all(run_threads(3, offload_and_run))

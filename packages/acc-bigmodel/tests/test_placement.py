@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from acc_bigmodel.atoms import collapse, group_atoms
 from acc_bigmodel.placement import Placement, PlacementError, plan
@@ -131,80 +127,6 @@ def test_planning_is_linear() -> None:
         return count_calls(lambda: plan(sizes, budgets, ties=ties).device_map())
 
     assert calls(800) < 9 * calls(100)
-
-
-@st.composite
-def problems(draw: st.DrawFn) -> tuple[dict, dict, list, list]:
-    paths = draw(st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=3), min_size=1, max_size=12))
-    names = list(dict.fromkeys(".".join([*path, "w"]) for path in paths))
-    sizes = {name: draw(st.integers(0, 20)) for name in names}
-    ties = (
-        draw(st.lists(st.lists(st.sampled_from(names), min_size=2, max_size=3, unique=True), max_size=2))
-        if len(names) > 1
-        else []
-    )
-    blocks = draw(st.lists(st.sampled_from([name.rpartition(".")[0] for name in names]), max_size=2))
-    devices = draw(st.lists(st.sampled_from([0, 1, 3]), unique=True, max_size=3))
-    budgets = {device: draw(st.integers(0, 60)) for device in sorted(devices)}
-    budgets.update({"cpu": draw(st.integers(0, 60)), "disk": draw(st.sampled_from([None, 1000]))})
-    return sizes, budgets, ties, blocks
-
-
-@settings(max_examples=300, deadline=None)
-@given(problems())
-def test_plans_keep_every_promise(problem: tuple[dict, dict, list, list]) -> None:
-    sizes, budgets, ties, blocks = problem
-    placement = plan(sizes, budgets, ties=ties, blocks=blocks)
-    devices = placement.devices
-    assert devices.keys() == sizes.keys()
-    for device, budget in budgets.items():
-        reserve = placement.reserve_bytes if device == placement.main else 0
-        assert budget is None or placement.used_bytes[device] + reserve <= budget
-    for group in ties:
-        assert len({devices[name] for name in group}) == 1
-    for block in blocks:
-        assert len({devices[name] for name in sizes if name.startswith(block + ".")}) == 1
-    for device_map in (placement.device_map(), placement.device_map(clean=False)):
-        assert {name: home_in(device_map, name) for name in sizes} == devices
-    if not placement.notes:
-        streamed = [
-            placement.streamed_bytes(i) for i, home in enumerate(placement.homes) if placement.streams(home)
-        ]
-        assert max(streamed, default=0) <= placement.reserve_bytes
-    assert placement.table()
-    assert placement.svg().endswith("</svg>\n")
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    st.lists(st.integers(1, 9), min_size=1, max_size=7),
-    st.lists(st.integers(9, 30), min_size=1, max_size=3),
-)
-def test_the_plan_is_the_best_contiguous_one(nbytes: list[int], accelerators: list[int]) -> None:
-    placement = plan(layers(*nbytes), {**dict(enumerate(accelerators)), "cpu": None})
-    if placement.notes:
-        return
-    best = min(offloaded for offloaded in contiguous(nbytes, accelerators))
-    assert placement.used_bytes["cpu"] <= best
-
-
-def contiguous(nbytes: list[int], accelerators: list[int]) -> list[int]:
-    """The bytes off the accelerators in every contiguous plan that keeps room for its largest streamed layer."""
-    found = [sum(nbytes)]
-    for cuts in itertools.combinations_with_replacement(range(len(nbytes) + 1), len(accelerators)):
-        edges = (0, *cuts)
-        loads = [sum(nbytes[a:b]) for a, b in itertools.pairwise(edges)]
-        reserve = max(nbytes[cuts[-1] :], default=0)
-        rooms = [accelerators[0] - reserve, *accelerators[1:]]
-        if all(load <= room for load, room in zip(loads, rooms, strict=True)):
-            found.append(sum(nbytes[cuts[-1] :]))
-    return found
-
-
-def home_in(device_map: dict, name: str) -> object:
-    while name not in device_map:
-        name = name.rpartition(".")[0]
-    return device_map[name]
 
 
 def test_atoms_list_their_tensors_in_order() -> None:

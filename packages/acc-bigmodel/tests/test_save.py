@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +16,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from acc_bigmodel import load_weights, open_store, save_weights
+from acc_bigmodel.stores import safetensors
 from acc_bigmodel.stores.safetensors import SafetensorsStore
+from acc_ops.testing import run_threads
+from acc_ops.world import current_world
 
 
 def names(folder: Path) -> list[str]:
@@ -195,3 +200,102 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
 def test_loading_nothing_says_what_was_looked_for(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor pytorch_model\.bin"):
         load_weights(tmp_path, "model")
+
+
+def test_a_full_disk_leaves_the_earlier_save(tmp_path: Path) -> None:
+    """The limit on the size of files makes real writes fail in their middle, as a full disk does."""
+    resource = pytest.importorskip("resource", reason="only POSIX can limit the size of files")
+    old = {"a": torch.zeros(1000), "b": torch.zeros(1000)}
+    save_weights(old, tmp_path, "model", 4000)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        for limit, safe in ((None, True), (30_000, True), (None, False)):
+            with pytest.raises((OSError, RuntimeError)):
+                save_weights({"a": torch.ones(5000), "b": torch.ones(9000)}, tmp_path, "model", limit, safe)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+    assert same(load_weights(tmp_path, "model"), old)
+
+
+def test_no_space_is_said_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_weights({"a": torch.zeros(8)}, tmp_path, "model")
+
+    def no_space(*args: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(safetensors, "write_bytes", no_space)
+    with pytest.raises(OSError, match="No space left"):
+        save_weights({"a": torch.ones(8)}, tmp_path, "model")
+    assert names(tmp_path) == ["model.safetensors"]
+    assert same(load_weights(tmp_path, "model"), {"a": torch.zeros(8)})
+
+
+def test_a_folder_that_cannot_be_written_keeps_its_weights(tmp_path: Path) -> None:
+    save_weights({"a": torch.zeros(8)}, tmp_path, "model")
+    tmp_path.chmod(0o500)
+    try:
+        if os.access(tmp_path, os.W_OK):
+            pytest.skip("this user may write everywhere")
+        with pytest.raises(PermissionError, match="model"):
+            save_weights({"a": torch.ones(8)}, tmp_path, "model")
+    finally:
+        tmp_path.chmod(0o700)
+    assert same(load_weights(tmp_path, "model"), {"a": torch.zeros(8)})
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_what_a_killed_save_left_is_swept_by_the_next(tmp_path: Path, safe: bool) -> None:
+    for stem in ("model", "pytorch_model", "model_1"):
+        (tmp_path / f".{stem}.writing").mkdir()
+        (tmp_path / f".{stem}.writing" / "half").write_bytes(bytes(9))
+    written = save_weights({"a": torch.ones(8)}, tmp_path, "model", safe=safe)
+    assert names(tmp_path) == [".model_1.writing", *written]  # which is another's
+
+
+def test_saves_of_one_name_at_once_follow_each_other(tmp_path: Path) -> None:
+    def save() -> None:
+        value = float(current_world().rank)
+        for limit in (None, 40, 80):
+            save_weights({f"t{i}": torch.full((10,), value) for i in range(6)}, tmp_path, "model", limit)
+
+    run_threads(6, save)
+    loaded = torch.cat(list(load_weights(tmp_path, "model").values()))
+    assert loaded.unique().numel() == 1
+    assert not [name for name in names(tmp_path) if name.startswith(".")]
+
+
+def test_a_mixture_of_shards_stays_marked_until_a_save_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = ({name: torch.full((4,), value) for name in "abc"} for value in (0.0, 1.0))
+    save_weights(old, tmp_path, "model", 16)
+    replace, left = os.replace, [1]
+
+    def killed(*args: object) -> None:
+        if left[0] == 0:
+            raise Killed
+        left[0] -= 1
+        replace(*args)
+
+    with monkeypatch.context() as patched:  # between two shards
+        patched.setattr(os, "replace", killed)
+        with pytest.raises(Killed):
+            save_weights(new, tmp_path, "model", 16)
+
+    def fail(*args: object) -> None:
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patched:  # the next one does not even come to its commit
+        patched.setattr(safetensors, "write_bytes", fail)
+        with pytest.raises(OSError, match="disk full"):
+            save_weights(new, tmp_path, "model", 16)
+    with pytest.raises(ValueError, match="was interrupted while it replaced the shards"):
+        open_store(tmp_path)
+    save_weights(new, tmp_path, "model", 16)
+    assert same(load_weights(tmp_path, "model"), new)
+    assert not [name for name in names(tmp_path) if name.startswith(".")]

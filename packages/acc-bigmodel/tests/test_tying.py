@@ -70,3 +70,21 @@ def test_a_config_may_say_that_weights_are_tied(tied_model: nn.Module) -> None:
     assert check_tied_parameters_in_config(tied_model)
     tied_model.config = types.SimpleNamespace(tie_encoder_decoder=True)
     assert check_tied_parameters_in_config(tied_model)
+
+
+def test_a_model_says_that_it_ties_by_a_method_of_a_part_too() -> None:
+    class Tying(nn.Linear):
+        def _tie_weights(self) -> None:
+            pass
+
+    assert not check_tied_parameters_in_config(nn.Sequential(nn.Linear(2, 2)))
+    assert check_tied_parameters_in_config(nn.Sequential(Tying(2, 2)))
+
+
+def test_the_config_of_the_text_part_counts(tied_model: nn.Module) -> None:
+    text = types.SimpleNamespace(tie_word_embeddings=True)
+    tied_model.config = types.SimpleNamespace(get_text_config=lambda decoder: text)
+    tied_model.get_output_embeddings = lambda: tied_model.head
+    assert check_tied_parameters_in_config(tied_model)
+    tied_model.get_output_embeddings = lambda: None
+    assert not check_tied_parameters_in_config(tied_model)

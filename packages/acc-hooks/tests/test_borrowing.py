@@ -107,6 +107,7 @@ WRITES = {
     "renormalised": lambda w, x: F.embedding(torch.tensor([1]), w, max_norm=0.1),
     "copy_": lambda w, x: w.copy_(torch.eye(4)),
     "copy_ to a view": lambda w, x: w[:2].copy_(x),
+    "an operator on a part": lambda w, x: w.__setitem__(slice(2), w[:2].__imul__(2)),
     "data = value": lambda w, x: setattr(w, "data", torch.eye(4)),
 }
 

@@ -7,15 +7,26 @@ from torch import nn
 from acc_hooks import (
     AlignDevicesHook,
     add_hook_to_module,
+    align_module_device,
     attach_align_device_hook,
+    attach_align_device_hook_on_blocks,
     offloaded,
     remove_hook_from_module,
+    set_module_tensor_to_device,
 )
+from acc_hooks.elsewhere import home_behind
 from acc_hooks.homes import differs
 from acc_hooks.offloaded import OffloadedTensors
 from acc_hooks.resident import Residents
+from acc_ops.fake_accelerator import fake_accelerator
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def fake(needs_fake_accelerator):
+    with fake_accelerator() as accelerator:
+        yield accelerator
 
 
 def test_holds_are_counted_and_the_last_one_lets_go():
@@ -132,3 +143,97 @@ def test_what_a_state_dict_lacks_or_has_besides_is_said_and_the_rest_takes_effec
         model.load_state_dict({**given, "2.bias": kept, "0.weight": torch.ones(5, 4)})
     torch.testing.assert_close(dict(model.state_dict()), {**given, "2.bias": kept})
     assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_batch_norm_keeps_its_count_when_the_state_dict_lacks_it(offloaded):
+    norm = nn.BatchNorm1d(2)
+    norm.num_batches_tracked.fill_(7)
+    offloaded(norm, offload_buffers=True)
+    norm.load_state_dict({"weight": torch.full((2,), 3.0)}, strict=False)
+    norm.load_state_dict({}, strict=False)
+    state = norm.state_dict()
+    assert state["num_batches_tracked"] == 7
+    assert state["weight"].tolist() == [3, 3]
+
+
+def test_buffers_that_stayed_where_the_module_ran_go_back_with_it(fake):
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
+    attach_align_device_hook(model, execution_device=fake.device, offload=True)
+    assert model[0].running_mean.device == fake.device
+    remove_hook_from_module(model, recurse=True)
+    assert {tensor.device for tensor in model.state_dict().values()} == {CPU}
+
+
+def tied_pair() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)).requires_grad_(False)
+    model[1].weight = model[0].weight
+    return model
+
+
+def test_a_change_that_torch_does_not_count_reaches_a_map_that_keeps_each_name_by_itself(offloaded):
+    model = tied_pair()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    offloaded(model, weights_map=weights)
+    for layer in (model[1], model[0]):
+        with align_module_device(layer):
+            layer.weight.data.zero_().add_(3)
+            layer.weight.data.mul_(2)
+        assert weights["0.weight"].tolist() == weights["1.weight"].tolist() == [[6, 6], [6, 6]]
+
+
+def test_a_name_that_was_given_a_weight_of_its_own_is_not_written_with_its_former_twin(offloaded):
+    model = offloaded(tied_pair())
+    with align_module_device(model[1]):
+        model[1].weight = nn.Parameter(torch.zeros(2, 2), requires_grad=False)
+    model[0].weight.fill_(5)
+    assert model.state_dict()["0.weight"].tolist() == [[5, 5], [5, 5]]
+    assert model.state_dict()["1.weight"].tolist() == [[0, 0], [0, 0]]
+
+
+def test_removing_the_hooks_takes_the_newest_value_and_ties_what_was_on_several_devices(fake):
+    model = tied_pair()
+    attach_align_device_hook_on_blocks(
+        model,
+        execution_device={"0": fake.device, "1": fake.device},
+        offload={"0": True, "1": False},
+        weights_map={"0.weight": model[0].weight.detach()},
+    )
+    model[1].weight.fill_(4)  # stays on the device, and may be trained
+    remove_hook_from_module(model, recurse=True)
+    assert model[0].weight is model[1].weight
+    assert model[0].weight.tolist() == [[4, 4], [4, 4]]
+
+
+def test_an_attach_may_send_the_output_back(fake):
+    model = nn.Sequential(nn.Linear(2, 2))
+    attach_align_device_hook(model, execution_device=fake.device, offload=True, io_same_device=True)
+    assert model(torch.ones(1, 2)).device == CPU
+    root = nn.Linear(2, 2)  # has weights of its own
+    attach_align_device_hook(root, execution_device=fake.device, offload=True, io_same_device=True)
+    assert root(torch.ones(1, 2)).device == CPU
+    remove_hook_from_module(root)
+    assert root.weight.device == CPU
+
+
+def test_an_offloaded_tensor_is_put_on_a_device_with_its_value(offloaded, net):
+    plain, model = net(), offloaded(net())
+    set_module_tensor_to_device(model, "0.weight", "cpu")
+    assert not model[0].weight.is_meta
+    assert torch.equal(model[0].weight, plain[0].weight)
+    x = torch.ones(1, 4)
+    assert torch.equal(model(x), plain(x))
+    model[0].weight.zero_()
+    assert not model.state_dict()["0.weight"].any()
+
+
+def test_where_a_value_is_kept_is_told_without_reading_it():
+    class Unread(dict):
+        def __getitem__(self, key):
+            raise AssertionError(key)
+
+    model = nn.Sequential(nn.Linear(2, 2))
+    weights = Unread(model.state_dict())
+    attach_align_device_hook(model, execution_device="cpu", offload=True, weights_map=weights)
+    home, key = home_behind(model[0].bias)
+    assert home is weights
+    assert key == "0.bias"

@@ -17,6 +17,13 @@ from .dispatch import disk_offload as disk_offload
 from .dispatch import dispatch_model as dispatch_model
 from .empty import init_empty_weights as init_empty_weights
 from .empty import init_on_device as init_on_device
+from .inference.pipeline import Pipeline as Pipeline
+from .inference.prepare import build_pipeline as build_pipeline
+from .inference.prepare import pippy_forward as pippy_forward
+from .inference.prepare import prepare_pippy as prepare_pippy
+from .inference.stages import generate_device_map as generate_device_map
+from .inference.tracing import PipelineError as PipelineError
+from .inference.tracing import find_pippy_batch_size as find_pippy_batch_size
 from .load import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
 from .load import load_checkpoint_in_model as load_checkpoint_in_model
 from .load import load_state_dict as load_state_dict
@@ -37,6 +44,7 @@ from .offload import save_offload_index as save_offload_index
 from .placement import Placement as Placement
 from .placement import PlacementError as PlacementError
 from .placement import plan as plan
+from .quantized import quantize_and_offload_8bit as quantize_and_offload_8bit
 from .save import load_weights as load_weights
 from .save import save_weights as save_weights
 from .stores.disk import OffloadedWeightsLoader as OffloadedWeightsLoader
@@ -45,3 +53,6 @@ from .tying import check_tied_parameters_in_config as check_tied_parameters_in_c
 from .tying import check_tied_parameters_on_same_device as check_tied_parameters_on_same_device
 from .tying import find_tied_parameters as find_tied_parameters
 from .tying import retie_parameters as retie_parameters
+from .weights import ModelWeights as ModelWeights
+from .weights import Place as Place
+from .weights import weights_of as weights_of

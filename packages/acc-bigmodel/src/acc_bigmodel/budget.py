@@ -11,10 +11,11 @@ from torch import nn
 
 from acc_bigmodel.atoms import group_atoms
 from acc_bigmodel.balance import balanced_loads, next_bytes
+from acc_bigmodel.cgroup import group_free_bytes
 from acc_bigmodel.measure import DtypeLike, take_inventory
 from acc_bigmodel.placement import CPU, DISK, Device
 from acc_ops import devices
-from acc_ops.devices import device_count, device_row, memory_info, present_kind
+from acc_ops.devices import DeviceRow, device_count, device_module, device_row, memory_info, present_kind
 from acc_ops.units import convert_file_size_to_int
 
 logger = logging.getLogger(__name__)
@@ -28,9 +29,10 @@ _SINGLE_DEVICE_SHARE = 0.9  # one device computes too: leave it room for activat
 def get_max_memory(max_memory: MaxMemory | None = None) -> dict[Device, int]:
     """The bytes that each device may take: accelerators by index in order, then "mps" (which has none), "cpu", "disk".
 
-    Without an argument, what is free now. With one, a new dict with sizes such as "10GiB" in bytes and devices in any
+    Without an argument, what is free now: no more than the container allows (cgroup.py), and memory that accelerators share
+    with the CPU only once, without a "cpu". With one, a new dict with sizes such as "10GiB" in bytes and devices in any
     form (0, "cuda:0", torch.device("cuda", 0)) as index. A device that this machine does not have is only warned about:
-    plans are made for other machines too. Raises ValueError for a key that is no device.
+    plans are made for other machines too. Raises ValueError for a key that is no device and a size that is none.
     """
     if max_memory is None:
         return _free_memory()
@@ -43,7 +45,7 @@ def get_max_memory(max_memory: MaxMemory | None = None) -> dict[Device, int]:
             )
         if device in budgets:
             raise ValueError(f"max_memory gives {device!r} two budgets: {list(max_memory)!r}")
-        budgets[device] = convert_file_size_to_int(size)
+        budgets[device] = _size(key, size)
     there = _accelerators()
     missing = [device for device in budgets if isinstance(device, int) and device >= there]
     if missing:
@@ -125,6 +127,13 @@ def check_present(device_map: Mapping[str, DeviceKey]) -> None:
             )
 
 
+def _size(key: object, size: int | str) -> int:
+    try:
+        return convert_file_size_to_int(size)
+    except ValueError as error:
+        raise ValueError(f"max_memory gives {key!r} the budget {size!r}: {error}") from None
+
+
 def _accelerators() -> int:
     """How many devices have an index here."""
     kind = present_kind()
@@ -142,14 +151,34 @@ def _after_accelerators() -> list[str]:
 
 def _free_memory() -> dict[Device, int]:
     row = device_row(present_kind())
+    host = _host_free_bytes()
+    if row.kind == CPU:
+        return {CPU: host}
     budgets: dict[Device, int] = {}
-    if row.kind != CPU:
-        for index in range(device_count(row)):
-            device = row.kind if row.single else index
-            budgets[device] = memory_info(torch.device(row.kind, index)).free_bytes
-    if not row.shares_host_memory:
-        budgets[CPU] = memory_info(CPU).free_bytes
-    return budgets
+    there = [torch.device(row.kind, index) for index in range(device_count(row))]
+    sharing = [device for device in there if _shares_host_memory(row, device)]
+    for device in there:
+        free = memory_info(device).free_bytes
+        budgets[row.kind if row.single else device.index] = (
+            min(free, host // len(sharing)) if device in sharing else free
+        )
+    # memory that is the accelerators' as well counts once
+    return budgets if sharing else {**budgets, CPU: host}
+
+
+def _host_free_bytes() -> int:
+    """What is available on this machine, or in the container that this process runs in."""
+    free = memory_info(CPU).free_bytes
+    allowed = group_free_bytes()
+    return free if allowed is None else min(free, allowed)
+
+
+def _shares_host_memory(row: DeviceRow, device: torch.device) -> bool:
+    """Whether a device has no memory of its own: its kind has none, or it says that it is an integrated one."""
+    if row.shares_host_memory:
+        return True
+    ask = getattr(device_module(row), "get_device_properties", None)
+    return ask is not None and bool(getattr(ask(device), "is_integrated", False))
 
 
 def _rank(device: Device) -> tuple[int, int]:

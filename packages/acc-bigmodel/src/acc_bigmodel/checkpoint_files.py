@@ -10,7 +10,6 @@ Anything else is a ValueError that lists what is there.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -20,6 +19,7 @@ from pathlib import Path, PurePath
 
 from acc_bigmodel.stores.safetensors import SafetensorsStore, check_format
 from acc_bigmodel.stores.store import ChainedStore, WeightStore
+from acc_bigmodel.stores.strict_json import parse_json
 from acc_bigmodel.stores.torch_file import TorchFileStore
 from acc_ops.optional import require
 
@@ -229,7 +229,7 @@ def _by_format(folder: Path, choices: Sequence[Path | None]) -> Path | None:
 
 def _read_index(index: Path) -> CheckpointFiles:
     try:
-        content = json.loads(index.read_text(encoding="utf-8"))
+        content = parse_json(index.read_bytes())
     except ValueError as error:
         raise ValueError(f"{index} is not a JSON index of shards: {error}") from error
     weight_map = content.get("weight_map", content) if isinstance(content, dict) else None
@@ -254,7 +254,13 @@ def _read_index(index: Path) -> CheckpointFiles:
 def _download(repository: str) -> Path:
     hub = require("huggingface_hub", f"loading {repository!r} from the hub", extra="acc-bigmodel[hub]")
     for kind in (SAFETENSORS, TORCH):
-        folder = Path(hub.snapshot_download(repository, allow_patterns=[f"*{kind}", f"*{kind}{INDEX}"]))
+        try:
+            found = hub.snapshot_download(repository, allow_patterns=[f"*{kind}", f"*{kind}{INDEX}"])
+        except (OSError, ValueError) as error:  # which the errors of the hub are, offline ones too
+            raise ValueError(
+                f"there is no file or folder {repository!r} here, and no hub repository of that name can be had: {error}"
+            ) from error
+        folder = Path(found)
         if any(folder.glob(f"*{kind}")):
             break
     return folder

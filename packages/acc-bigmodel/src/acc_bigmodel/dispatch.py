@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,18 +16,22 @@ from acc_bigmodel import device_map as device_maps
 from acc_bigmodel.budget import DeviceKey, check_present, device_key
 from acc_bigmodel.device_map import expand_device_map
 from acc_bigmodel.guard import guard_moves
+from acc_bigmodel.kept import OnDisk, check_disk, keep, kept_where, on_cpu, on_disk_before, refuse_empty
 from acc_bigmodel.measure import modules_in_order
-from acc_bigmodel.offload import offload_or_reuse
+from acc_bigmodel.offload import offload_or_reuse, offloading_into
 from acc_bigmodel.placement import CPU, DISK, Device
 from acc_bigmodel.stores.disk import OffloadedWeightsLoader
 from acc_hooks.align import AlignDevicesHook
-from acc_hooks.attach import attach_align_device_hook, attach_align_device_hook_on_blocks
+from acc_hooks.attach import (
+    attach_align_device_hook,
+    attach_align_device_hook_on_blocks,
+    is_attached,
+)
 from acc_hooks.hook import add_hook_to_module, attached_hook, iterate_hooks, remove_hook_from_module
 from acc_hooks.offload import CpuOffload, UserCpuOffloadHook
 from acc_hooks.prefetch import LAYERS_AHEAD
-from acc_hooks.tensors import get_tensor, owner_of, put_tensor, set_module_tensor_to_device
-from acc_hooks.ties import every_tensor, group_by_tensor
-from acc_hooks.visit import has_offloaded_params
+from acc_hooks.tensors import owner_of, put_tensor, set_module_tensor_to_device
+from acc_hooks.ties import every_tensor
 from acc_ops.devices import canonical_device
 
 logger = logging.getLogger(__name__)
@@ -59,33 +65,36 @@ def dispatch_model(
     """
     device_maps.check_device_map(model, device_map)
     check_present(device_map)
-    devices = {key: device_key(device) for key, device in device_map.items()}
-    _bring_back(model)
+    devices = _by_first_names(model, {key: device_key(device) for key, device in device_map.items()})
     used = list(dict.fromkeys(devices.values()))
     if len(used) == 1 and used[0] != DISK and not force_hooks:
-        _refuse_empty(dict(every_tensor(model)), used[0])
+        _bring_back(model)
+        refuse_empty(dict(every_tensor(model)), used[0])
         model.to(canonical_device(used[0]))
         model.hf_device_map = dict(device_map)  # type: ignore[assignment]
         return model
-    main = device_key(main_device) if main_device is not None else _main_of(used)
-    blocks = _blocks(model, devices, main)
-    offloaded = {path: _is_offloaded(device, main) for path, device in blocks.items()}
-    weights_map = None
-    if any(offloaded.values()):
-        kept = _kept_where(model, devices, blocks, main, offload_buffers)
-        weights_map = _weights_map(model, kept, state_dict, offload_dir, offload_index)
-    running = {path: canonical_device(main if offloaded[path] else device) for path, device in blocks.items()}
-    attach_align_device_hook_on_blocks(
-        model,
-        execution_device=running,
-        offload=offloaded,
-        weights_map=weights_map,
-        offload_buffers=offload_buffers,
-        skip_keys=skip_keys,
-        preload_module_classes=preload_module_classes,
-        prefetch=prefetch,
-    )
-    _bring_uncovered(model, devices, main)
+    _refuse_meta(devices)
+    main = _main_device(main_device, used)
+    offloaded = {path: _is_offloaded(device, main) for path, device in _blocks(model, devices, main).items()}
+    disk = _on_disk(model, offload_dir, offload_index)
+    check_disk(kept_where(model, devices, offloaded, main, offload_buffers), disk)
+    _bring_back(model)
+    with _as_it_was(model):
+        kept = kept_where(model, devices, offloaded, main, offload_buffers)
+        blocks = _blocks(model, devices, main)
+        attach_align_device_hook_on_blocks(
+            model,
+            execution_device={
+                path: canonical_device(main if offloaded[path] else device) for path, device in blocks.items()
+            },
+            offload=offloaded,
+            weights_map=keep(model, kept, state_dict, disk) if kept else None,
+            offload_buffers=offload_buffers,
+            skip_keys=skip_keys,
+            preload_module_classes=preload_module_classes,
+            prefetch=prefetch,
+        )
+        _bring_uncovered(model, devices, main)
     guard_moves(model)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     return model
@@ -108,8 +117,8 @@ def cpu_offload(
     _bring_back(model)
     if state_dict is None:
         values = dict(every_tensor(model))
-        _refuse_empty(values, CPU)
-        state_dict = _on_cpu(values)
+        refuse_empty(values, CPU)
+        state_dict = on_cpu(values)
     return _offload_all(
         model, execution_device, offload_buffers, state_dict, preload_module_classes, prefetch
     )
@@ -145,9 +154,10 @@ def disk_offload(
     anew; RuntimeError if that would remove other hooks.
     """
     _bring_back(model)
-    index = offload_or_reuse(offload_dir, dict(every_tensor(model)))
-    weights = OffloadedWeightsLoader(save_folder=offload_dir, index=index)
-    weights.hold()
+    with offloading_into(offload_dir):
+        index = offload_or_reuse(offload_dir, dict(every_tensor(model)))
+        weights = OffloadedWeightsLoader(save_folder=offload_dir, index=index)
+        weights.hold()
     return _offload_all(model, execution_device, offload_buffers, weights, preload_module_classes, prefetch)
 
 
@@ -162,60 +172,101 @@ def _offload_all(
     if execution_device is None:
         first = next(model.parameters(), None)
         execution_device = torch.device(CPU) if first is None or first.device.type == "meta" else first.device
-    device = canonical_device(execution_device)
-    add_hook_to_module(model, AlignDevicesHook(execution_device=device, io_same_device=True), append=True)
-    attach_align_device_hook(
-        model,
-        execution_device=device,
-        offload=True,
-        offload_buffers=offload_buffers,
-        weights_map=weights,
-        preload_module_classes=preload_module_classes,
-        prefetch=prefetch,
-    )
+    with _as_it_was(model):
+        attach_align_device_hook(
+            model,
+            execution_device=canonical_device(execution_device),
+            offload=True,
+            offload_buffers=offload_buffers,
+            weights_map=weights,
+            preload_module_classes=preload_module_classes,
+            prefetch=prefetch,
+            io_same_device=True,
+        )
     guard_moves(model)
     return model
 
 
 def _bring_back(model: nn.Module) -> None:
-    """Take a model that is offloaded already out of its hooks: its values, with what was changed, are offloaded anew."""
-    if not any(has_offloaded_params(module) for module in model.modules()):
+    """Take a dispatched or offloaded model out of its hooks, with what was changed: they would be called beside the new ones.
+
+    RuntimeError if it is offloaded and that would remove hooks of another kind. If nothing is offloaded, hooks that somebody
+    made by hand stay, and all others.
+    """
+    hooks = [
+        (path, hook)
+        for path, module in model.named_modules()
+        for hook in iterate_hooks(attached_hook(module))
+    ]
+    is_offloaded = any(isinstance(hook, AlignDevicesHook) and hook.offload for _, hook in hooks)
+    if not is_offloaded and not all(is_attached(hook) for _, hook in hooks):
         return
-    for path, module in model.named_modules():
-        for hook in iterate_hooks(attached_hook(module)):
-            if not isinstance(hook, AlignDevicesHook):
-                raise RuntimeError(
-                    f"this model is offloaded already, and offloading it anew would remove the {type(hook).__name__} of "
-                    f"{path or 'the whole model'!r}: call remove_hook_from_module(model, recurse=True) first, and attach "
-                    "that hook again"
-                )
+    for path, hook in hooks:
+        if not isinstance(hook, AlignDevicesHook):
+            raise RuntimeError(
+                f"this model is offloaded already, and offloading it anew would remove the {type(hook).__name__} of "
+                f"{path or 'the whole model'!r}: call remove_hook_from_module(model, recurse=True) first, and attach "
+                "that hook again"
+            )
     remove_hook_from_module(model, recurse=True)
 
 
-def _refuse_empty(values: Mapping[str, torch.Tensor], device: Device) -> None:
-    for name, tensor in values.items():
-        if tensor.device.type == "meta" and device != "meta":
-            raise ValueError(
-                f"{name!r} is on the meta device and has no values to put on {device!r}: load it first"
-            )
-
-
-def _on_cpu(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The values on the CPU, where names that share one share it again."""
-    leader_of = {name: group[0] for group in group_by_tensor(values.items()) for name in group}
-    moved: dict[str, torch.Tensor] = {}
-    for name, tensor in values.items():
-        leader = leader_of.get(name, name)
-        moved[name] = moved[leader] if leader in moved else tensor.detach().to(CPU)
-    return moved
-
-
-def _main_of(used: list[Device]) -> Device:
-    return next((device for device in used if device not in (CPU, DISK)), CPU)
+def _main_device(main_device: DeviceKey | None, used: list[Device]) -> Device:
+    """What computes for the parts that are offloaded."""
+    if main_device is None:
+        return next((device for device in used if device not in (CPU, DISK)), CPU)
+    main = device_key(main_device)
+    if main in (DISK, "meta"):
+        raise ValueError(f"main_device is {main_device!r}, which cannot compute: use 'cpu' or an accelerator")
+    try:
+        check_present({"": main})
+    except ValueError as error:
+        raise ValueError(
+            f"main_device is {main_device!r}, which this machine does not have: leave it out, or use one that is there"
+        ) from error
+    return main
 
 
 def _is_offloaded(device: Device, main: Device) -> bool:
     return device == DISK or (device == CPU and main != CPU)
+
+
+def _by_first_names(model: nn.Module, devices: Mapping[str, Device]) -> dict[str, Device]:
+    """The map with one place for a module that has several names: where the first of them is sent."""
+    found = dict(devices)
+    first_name: dict[int, str] = {}
+    below_another: set[str] = set()  # what is below a second name goes with it
+    for path, module in modules_in_order(model):
+        first = first_name.setdefault(id(module), path)
+        if first == path or path.rpartition(".")[0] in below_another:
+            if first != path:
+                below_another.add(path)
+            continue
+        below_another.add(path)
+        home = expand_device_map(devices, [first], default="nowhere")[first]
+        if home == "nowhere":
+            continue
+        as_first = {
+            path + key[len(first) :]: to for key, to in devices.items() if key.startswith(f"{first}.")
+        }
+        second = [key for key in found if key == path or key.startswith(f"{path}.")]
+        if (
+            not as_first
+            and not second
+            and expand_device_map(devices, [path], default="nowhere")[path] == home
+        ):
+            continue  # one entry around both
+        as_first[path] = home
+        for key in second:
+            if found.pop(key) != expand_device_map(as_first, [key])[key]:
+                logger.warning(
+                    "The device map sends %r elsewhere than %r, which is the same module: it goes where %r is sent.",
+                    key,
+                    first,
+                    first,
+                )
+        found.update(as_first)
+    return found
 
 
 def _blocks(model: nn.Module, devices: Mapping[str, Device], main: Device) -> dict[str, Device]:
@@ -246,93 +297,33 @@ def _bring_uncovered(model: nn.Module, devices: Mapping[str, Device], main: Devi
             set_module_tensor_to_device(model, name, canonical_device(main))
 
 
-def _kept_where(
+def _on_disk(
     model: nn.Module,
-    devices: Mapping[str, Device],
-    blocks: Mapping[str, Device],
-    main: Device,
-    offload_buffers: bool,
-) -> dict[str, Device]:
-    """Where every tensor that is brought over for a forward is kept meanwhile: on the disk or on the CPU."""
-    values = dict(every_tensor(model))
-    wanted = expand_device_map(devices, values, default=main)
-    modules = expand_device_map(blocks, values, default=main)
-    persistent = set(device_maps.state_names(model))
-    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    kept: dict[str, Device] = {}
-    for name, module_device in modules.items():
-        stays = name in buffers and not (offload_buffers and name in persistent)
-        if _is_offloaded(module_device, main) and not stays:
-            kept[name] = DISK if wanted[name] == DISK else CPU
-    return kept
-
-
-def _weights_map(
-    model: nn.Module,
-    kept: Mapping[str, Device],
-    state_dict: dict[str, torch.Tensor] | None,
     offload_dir: str | os.PathLike[str] | None,
     offload_index: Mapping[str, Any] | None,
-) -> OffloadedWeightsLoader:
-    """The offloaded tensors: those for the CPU in memory, those for the disk behind an index."""
-    values = dict(every_tensor(model))
-    on_disk = {name: values[name] for name, home in kept.items() if home == DISK}
-    given = state_dict or {}
-    own = {name: values[name] for name, home in kept.items() if home != DISK and name not in given}
-    in_memory = {name: given[name] for name, home in kept.items() if home != DISK and name in given}
-    in_memory.update(_on_cpu({name: tensor for name, tensor in own.items() if tensor.device.type != "meta"}))
-    index = _index(on_disk, offload_dir, offload_index) if on_disk else {}
-    weights = OffloadedWeightsLoader(state_dict=in_memory, save_folder=offload_dir, index=index)
-    weights.hold(on_disk)
-    _map_placeholders(model, on_disk, weights)
-    return weights
+) -> OnDisk:
+    """Where the weights on the disk are: as the user says, else where they were."""
+    before = on_disk_before(model)
+    is_said = offload_dir is not None or offload_index is not None
+    return replace(before, index=offload_index, folder=offload_dir if is_said else before.folder)
 
 
-def _index(
-    on_disk: Mapping[str, torch.Tensor],
-    offload_dir: str | os.PathLike[str] | None,
-    offload_index: Mapping[str, Any] | None,
-) -> Mapping[str, Any]:
-    """The index of the tensors on the disk; what is not there yet and has values is written to the folder."""
-    if offload_index is None and offload_dir is None:
-        raise ValueError(
-            f"{len(on_disk)} tensors are for the disk, the first is {next(iter(on_disk))!r}: give an offload_dir to write "
-            "them to, or the offload_index that says where they are"
-        )
-    known = dict(offload_index or {})
-    rest = {name: tensor for name, tensor in on_disk.items() if name not in known}
-    if rest and offload_dir is not None:
-        known.update(offload_or_reuse(offload_dir, rest))
-    elif rest:
-        raise ValueError(
-            f"the offload index does not say where {next(iter(rest))!r} is, nor {len(rest) - 1} others: give an "
-            "offload_dir to write them to"
-        )
-    return known
+def _refuse_meta(devices: Mapping[str, Device]) -> None:
+    for key, device in devices.items():
+        if device == "meta":
+            raise ValueError(
+                f"the device map sends {key or 'the whole model'!r} to 'meta', where tensors have no values and nothing can "
+                "run: use a device that computes, 'cpu' or 'disk'"
+            )
 
 
-def _map_placeholders(
-    model: nn.Module, on_disk: Mapping[str, torch.Tensor], weights: OffloadedWeightsLoader
-) -> None:
-    """Give tensors on meta their mapped values, which cost no memory, so that removing the hooks leaves a whole model."""
-    mapped: dict[int, torch.Tensor] = {}
-    for name, tensor in on_disk.items():
-        if tensor.device.type != "meta" or name not in weights:
-            continue
-        if id(tensor) not in mapped:
-            if _is_mapped(weights, name, tensor):
-                set_module_tensor_to_device(model, name, CPU, value=weights[name])
-            mapped[id(tensor)] = _value(model, name)
-        put_tensor(*owner_of(model, name), mapped[id(tensor)])
-
-
-def _is_mapped(weights: OffloadedWeightsLoader, name: str, tensor: torch.Tensor) -> bool:
-    info = weights.index.get(name, {})
-    as_stored = info.get("safetensors_file") is None or weights.source(name) is not None
-    return as_stored and weights.dtype(name) == tensor.dtype
-
-
-def _value(model: nn.Module, name: str) -> torch.Tensor:
-    tensor = get_tensor(model, name)
-    assert tensor is not None, name
-    return tensor
+@contextlib.contextmanager
+def _as_it_was(model: nn.Module) -> Iterator[None]:
+    """An exception puts every tensor back that the model has now."""
+    before = dict(every_tensor(model))
+    try:
+        yield
+    except BaseException:
+        for name, tensor in before.items():
+            put_tensor(*owner_of(model, name), tensor)
+        raise

@@ -6,8 +6,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,9 +15,9 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from acc_bigmodel.deferred import Deferral, unrouted
 from acc_ops.devices import canonical_device
 from acc_ops.environment import parse_flag_from_env
 
@@ -45,31 +44,96 @@ def init_on_device(device: int | str | torch.device, include_buffers: bool | Non
         include_buffers = parse_flag_from_env("ACCELERATE_INIT_INCLUDE_BUFFERS", False)
     target = _Target(device=canonical_device(device), buffers=include_buffers)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_hooks.listening())
+        stack.enter_context(_open(target))
         if include_buffers:
             stack.enter_context(target.device)  # a mode of this thread: factory functions use the device
-        if target.device.type == "meta":
-            stack.enter_context(_SkipFilling())
-        stack.enter_context(_hooks.listening())
-        _targets.stack.append(target)
-        stack.callback(_targets.stack.remove, target)
-        yield
+        if target.deferral is not None:
+            stack.enter_context(target.deferral)
+        try:
+            yield
+        finally:
+            target.finish()
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class _Target:
-    """One open context: where tensors go, and which parameter became which."""
+    """One open context: where tensors go, and what became of them."""
 
-    device: torch.device
-    buffers: bool
-    moved: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = field(default_factory=dict)
+    def __init__(self, *, device: torch.device, buffers: bool) -> None:
+        self.device, self.buffers = device, buffers
+        self.deferral = Deferral(everything=buffers) if device.type == "meta" else None
+        self.moved: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
+        self.unfilled: dict[int, nn.Module] = {}  # whose next `reset_parameters` does nothing
 
-    def parameter(self, parameter: nn.Parameter) -> nn.Parameter:
+    def parameter(self, module: nn.Module, parameter: nn.Parameter) -> nn.Parameter | None:
+        """What to register in place of a parameter; None for itself."""
+        with unrouted():
+            if parameter.device == self.device:
+                if self.deferral is not None:
+                    self.deferral.claim(parameter)
+                    if not module._parameters and _only_fills(type(module)):
+                        self._skip_filling(module)
+                return None
+            if is_lazy(cast("Any", parameter)):
+                return None  # it has no memory yet
         known = self.moved.get(id(parameter))
         if known is not None and known[0]() is parameter:
             return known[1]
+        _give_values(parameter)
+        if parameter.device == self.device:
+            return None
         moved = _moved_parameter(parameter, self.device)
         self.moved[id(parameter)] = weakref.ref(parameter), moved
         return moved
+
+    def buffer(self, buffer: torch.Tensor) -> torch.Tensor | None:
+        """What to register in place of a buffer; None for itself."""
+        if self.buffers and self.deferral is not None:
+            with unrouted():
+                if buffer.is_meta:
+                    self.deferral.claim(buffer)
+                    return None
+        _give_values(buffer)
+        return buffer.to(self.device) if self.buffers and buffer.device != self.device else None
+
+    def finish(self) -> None:
+        """What is no parameter has its values, and no module a trace of us."""
+        for module in list(self.unfilled.values()):
+            cast("Any", module).reset_parameters()
+        if self.deferral is not None:
+            self.deferral.finish()
+
+    def _skip_filling(self, module: nn.Module) -> None:
+        """Make the next `module.reset_parameters()`, with which its `__init__` ends, do nothing, and then be as it was."""
+        number = id(module)
+        self.unfilled[number] = module
+
+        def reset_parameters() -> None:
+            del self.unfilled.pop(number).__dict__["reset_parameters"]
+
+        module.__dict__["reset_parameters"] = reset_parameters
+
+
+@contextlib.contextmanager
+def _open(target: _Target) -> Iterator[None]:
+    """Make `target` the innermost context of this thread."""
+    outer = _targets.stack[-1].deferral if _targets.stack else None
+    was_paused = outer is not None and outer.is_paused
+    if outer is not None:
+        outer.is_paused = True
+    _targets.stack.append(target)
+    try:
+        yield
+    finally:
+        _targets.stack.remove(target)
+        if outer is not None:
+            outer.is_paused = was_paused
+
+
+def _give_values(tensor: torch.Tensor) -> None:
+    for target in _targets.stack:
+        if target.deferral is not None:
+            target.deferral.give_values(tensor)
 
 
 class _Targets(threading.local):
@@ -111,47 +175,34 @@ class _RegistrationHooks:
                         handle.remove()
 
 
-class _SkipFilling(TorchFunctionMode):
-    """Filling a tensor that has no values is skipped in this thread.
-
-    On meta it would go through Python decompositions, the first of which imports the compiler: seconds for nothing.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _FILLING:
-            tensor = args[0] if args else kwargs.get("tensor")
-            if isinstance(tensor, torch.Tensor) and tensor.is_meta:
-                return tensor
-        return func(*args, **kwargs)
+# torch's modules whose `reset_parameters` only fills parameters, which is half of the time that it takes to build them
+_FILLED: dict[type[nn.Module], Any] = {
+    kind: kind.reset_parameters
+    for kind in (
+        *(nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm),
+        *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    )
+}
 
 
-# in-place, of the same shape, and changing nothing but values
-_FILLING = frozenset(
-    [
-        getattr(torch.Tensor, name)
-        for name in ("normal_", "uniform_", "zero_", "fill_", "erfinv_", "clamp_", "random_")
-    ]
-    + [getattr(nn.init, name) for name in ("normal_", "uniform_", "constant_", "kaiming_uniform_")]
-)
+def _only_fills(kind: type[nn.Module]) -> bool:
+    return (
+        kind in _FILLED and getattr(kind, "reset_parameters", None) is _FILLED[kind]
+    )  # nobody has put another one there
+
 
 _targets = _Targets()
 _hooks = _RegistrationHooks()
 
 
 def _on_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:  # noqa: ARG001
-    if not _targets.stack or parameter is None or is_lazy(parameter):
-        return None  # keep what is registered; a lazy parameter has no memory yet
-    target = _targets.stack[-1]
-    return None if parameter.device == target.device else target.parameter(parameter)
+    stack = _targets.stack
+    return stack[-1].parameter(module, parameter) if stack and parameter is not None else None
 
 
 def _on_buffer(module: nn.Module, name: str, buffer: torch.Tensor | None) -> torch.Tensor | None:  # noqa: ARG001
-    if not _targets.stack or buffer is None or not _targets.stack[-1].buffers:
-        return None
-    return None if buffer.device == _targets.stack[-1].device else buffer.to(_targets.stack[-1].device)
+    stack = _targets.stack
+    return stack[-1].buffer(buffer) if stack and buffer is not None else None
 
 
 def _moved_parameter(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:

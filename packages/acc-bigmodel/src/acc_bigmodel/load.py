@@ -27,7 +27,15 @@ from acc_bigmodel.apply import apply_steps
 from acc_bigmodel.budget import DeviceKey, MaxMemory, check_present, device_key, get_balanced_memory
 from acc_bigmodel.checkpoint_files import open_store
 from acc_bigmodel.device_map import expand_device_map, infer_auto_device_map, state_names
-from acc_bigmodel.load_plan import CheckpointMismatch, LoadReport, LoadWishes, find_conflicts, plan_load
+from acc_bigmodel.load_plan import (
+    CheckpointMismatch,
+    LoadReport,
+    LoadWishes,
+    Step,
+    find_conflicts,
+    plan_load,
+)
+from acc_bigmodel.load_together import BroadcastStore, load_sharded, together
 from acc_bigmodel.placement import CPU, DISK
 from acc_bigmodel.stores.safetensors import SafetensorsStore, check_format
 from acc_bigmodel.stores.torch_file import read_torch_file
@@ -35,7 +43,6 @@ from acc_hooks.prefetch import LAYERS_AHEAD
 from acc_hooks.ties import every_tensor
 from acc_ops.devices import canonical_device
 from acc_ops.modules import model_has_dtensor
-from acc_ops.optional import require
 from acc_ops.world import current_world
 
 logger = logging.getLogger(__name__)
@@ -102,15 +109,25 @@ def load_checkpoint_in_model(
     devices = {} if device_map is None else {key: device_key(device) for key, device in device_map.items()}
     if DISK in devices.values() and offload_folder is None:
         raise ValueError("the device map sends modules to the disk: give an offload_folder for them")
-    if device_map is None and (broadcast_from_rank0 or model_has_dtensor(model)):
-        return _load_distributed(model, checkpoint, strict, full_state_dict, broadcast_from_rank0)
+    if device_map is None and model_has_dtensor(model):
+        if dtype is not None:
+            logger.warning("dtype=%s has no effect: sharded parameters keep the dtype they have", dtype)
+        return load_sharded(
+            model,
+            checkpoint,
+            current_world(),
+            strict=strict,
+            full_state_dict=full_state_dict,
+            broadcast_from_rank0=broadcast_from_rank0,
+        )
     wishes = LoadWishes(
         dtype=dtype,
         keep_in_fp32=tuple(keep_in_fp32_modules or ()),
         offload_buffers=offload_buffers,
         offload_folder=offload_folder,
     )
-    return _load(model, checkpoint, devices if device_map is not None else None, wishes, strict)
+    homes = devices if device_map is not None else None
+    return _load(model, checkpoint, homes, wishes, strict, broadcast=broadcast_from_rank0)
 
 
 def load_checkpoint_and_dispatch(
@@ -159,9 +176,11 @@ def load_checkpoint_and_dispatch(
         logger.info("offload_state_dict has no effect: weights are mapped, not held in memory while loading.")
     device_maps.check_device_map(model, device_map)
     check_present(device_map)
-    wishes = LoadWishes(dtype=dtype, offload_buffers=offload_buffers, offload_folder=offload_folder)
+    wishes = LoadWishes(
+        dtype=dtype, offload_buffers=offload_buffers, offload_folder=offload_folder, is_dispatched=True
+    )
     devices = {key: device_key(device) for key, device in device_map.items()}
-    report = _load(model, checkpoint, devices, wishes, strict, to_run=True)
+    report = _load(model, checkpoint, devices, wishes, strict, to_run=True, broadcast=broadcast_from_rank0)
     return dispatching.dispatch_model(
         model,
         device_map=device_map,
@@ -182,25 +201,40 @@ def _load(
     wishes: LoadWishes,
     strict: bool,
     to_run: bool = False,
+    broadcast: bool = False,
 ) -> LoadReport:
-    store = open_store(checkpoint)
-    homes = None if devices is None else expand_device_map(devices, state_names(model))
-    steps, report = plan_load(model, store, homes, wishes)
+    world, called = current_world(), os.fspath(checkpoint)
+    broadcast = broadcast and world.size > 1
+    store = BroadcastStore(checkpoint, world) if broadcast else open_store(checkpoint)
+
+    def planned() -> tuple[list[Step], LoadReport]:
+        homes = None if devices is None else expand_device_map(devices, state_names(model))
+        steps, report = plan_load(model, store, homes, wishes, called=called)
+        _refuse(model, called, report, strict, to_run)
+        return steps, report
+
+    steps, report = together(world, planned) if broadcast else planned()
+    if isinstance(store, BroadcastStore):
+        store.receive(step.source for step in steps)
     report = replace(report, conflicting=find_conflicts(store, steps))
-    if strict and report.complaint():
-        raise CheckpointMismatch(f"{os.fspath(checkpoint)} does not fit the model: {report.complaint()}")
-    if to_run:
-        _refuse_gaps(model, os.fspath(checkpoint), report)
+    _refuse(model, called, report, strict, to_run)
     report = apply_steps(model, store, steps, report, wishes)
     if report.complaint():
-        logger.warning("loaded %s with differences: %s", os.fspath(checkpoint), report.complaint())
+        logger.warning("loaded %s with differences: %s", called, report.complaint())
     return report
+
+
+def _refuse(model: nn.Module, checkpoint: str, report: LoadReport, strict: bool, to_run: bool) -> None:
+    if strict and report.complaint():
+        raise CheckpointMismatch(f"{checkpoint} does not fit the model: {report.complaint()}")
+    if to_run:
+        _refuse_gaps(model, checkpoint, report)
 
 
 def _refuse_gaps(model: nn.Module, checkpoint: str, report: LoadReport) -> None:
     """A tensor that is on meta and not in the checkpoint has no value anywhere; an offload folder is not asked for it."""
     tensors = dict(every_tensor(model))
-    empty = [name for name in report.missing if tensors[name].device.type == "meta"]
+    empty = [name for name in report.missing if name in tensors and tensors[name].device.type == "meta"]
     if empty:
         raise CheckpointMismatch(
             f"{', '.join(map(repr, empty[:5]))}{f' and {len(empty) - 5} more' if len(empty) > 5 else ''} would have no "
@@ -233,28 +267,6 @@ def _automatic_map(
         no_split_module_classes=no_split_module_classes,
         dtype=dtype,
         offload_buffers=offload_buffers,
-    )
-
-
-def _load_distributed(
-    model: nn.Module,
-    checkpoint: str | os.PathLike[str],
-    strict: bool,
-    full_state_dict: bool,
-    broadcast_from_rank0: bool,
-) -> LoadReport:
-    reads = not broadcast_from_rank0 or current_world().is_main
-    state = dict(open_store(checkpoint)) if reads else {}
-    known = set(state_names(model))
-    checkpointing = require("torch.distributed.checkpoint.state_dict", "loading into a sharded model")
-    options = checkpointing.StateDictOptions(
-        full_state_dict=full_state_dict, strict=strict, broadcast_from_rank0=broadcast_from_rank0
-    )
-    checkpointing.set_model_state_dict(model, state, options=options)
-    return LoadReport(
-        loaded=dict.fromkeys(name for name in known if name in state or not reads),
-        missing=tuple(sorted(known - state.keys())) if reads else (),
-        unexpected=tuple(sorted(state.keys() - known)),
     )
 
 

@@ -11,13 +11,17 @@ import torch
 from torch import nn
 
 from acc_bigmodel.device_map import state_names
+from acc_bigmodel.measure import modules_in_order
 from acc_bigmodel.placement import CPU, DISK, Device
 from acc_bigmodel.stores.dtypes import dtype_named
 from acc_bigmodel.stores.folder import same_bytes
+from acc_bigmodel.stores.pieces import give_back
 from acc_bigmodel.stores.store import WeightStore
 from acc_hooks.tensors import is_plain
 from acc_hooks.ties import every_tensor, tied_groups
 from acc_ops.options import closest
+
+_EXTRA_STATE = "_extra_state"  # what torch.nn.Module.state_dict calls it
 
 
 class CheckpointMismatch(ValueError, RuntimeError):
@@ -32,6 +36,7 @@ class LoadWishes:
     keep_in_fp32: tuple[str, ...] = ()
     offload_buffers: bool = False
     offload_folder: str | os.PathLike[str] | None = None
+    is_dispatched: bool = False  # hooks follow, which know ties and give each device its copy of one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +57,9 @@ class LoadReport:
     `loaded` has every name with its device (None: it stayed where the model had it); `missing` are names of the model
     that the checkpoint lacks, `unexpected` the other way round; `cast` changed their dtype; `tied` came under another name
     of the same tensor; `conflicting` are tied names for which the checkpoint has a value of their own that differs from the
-    one used. `index` says where on the disk the rest is, of which `written_bytes` had to be written.
+    one used; `skipped` are entries of the checkpoint that are no tensors, and for which the model has no use. `where` says
+    where each loaded tensor is now: on which device, or in which file. `index` is the offload index of the latter, for which
+    `written_bytes` had to be written.
     """
 
     loaded: dict[str, Device | None]
@@ -61,6 +68,8 @@ class LoadReport:
     cast: tuple[str, ...] = ()
     tied: tuple[str, ...] = ()
     conflicting: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+    where: dict[str, str] = field(default_factory=dict)
     index: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     written_bytes: int = 0
 
@@ -75,16 +84,25 @@ class LoadReport:
             lines.append(
                 f"the model ties {_named(self.conflicting, ())} to another name whose value differs, and which is used"
             )
+        if self.skipped:
+            lines.append(f"its entries {_named(self.skipped, ())} are no tensors")
         return "; ".join(lines)
 
 
 def plan_load(
-    model: nn.Module, store: WeightStore, homes: Mapping[str, Device] | None, wishes: LoadWishes
+    model: nn.Module,
+    store: WeightStore,
+    homes: Mapping[str, Device] | None,
+    wishes: LoadWishes,
+    *,
+    called: str = "the checkpoint",
+    same_shapes: bool = True,
 ) -> tuple[list[Step], LoadReport]:
     """The steps that load `store` into `model`, and the report so far. Reads no tensor, changes nothing.
 
     `homes` are the devices by tensor name; None leaves every tensor on its device. Raises CheckpointMismatch for shapes
-    and kinds of numbers that do not fit, naming every such tensor.
+    (unless they need not be the `same_shapes`) and kinds of numbers that do not fit, naming every such tensor, and the
+    checkpoint as it is `called`.
     """
     tensors = dict(every_tensor(model))
     names = state_names(model)
@@ -104,7 +122,7 @@ def plan_load(
             missing.append(name)
             continue
         tensor = tensors[name]
-        problem = _problem(name, tensor, store, source)
+        problem = _problem(name, tensor, store, source, same_shapes)
         if problem:
             wrong.append(problem)
             continue
@@ -118,17 +136,29 @@ def plan_load(
         if dtype != store.dtype(source):
             cast.append(name)
     if wrong:
-        raise CheckpointMismatch("the checkpoint does not fit the model: " + "; ".join(wrong[:10]))
-    steps = _shared(steps, group_of)
-    known = set(names)
+        raise CheckpointMismatch(f"{called} does not fit the model: {'; '.join(wrong[:10])}")
+    steps = _shared(steps, group_of, wishes.is_dispatched)
+    extra = extra_states(model)
+    known = {*names, *extra}
+    held = {*store, *store.others}
     report = LoadReport(
         loaded={step.name: step.home for step in steps},
-        missing=tuple(missing),
+        missing=(*missing, *(name for name in extra if name not in held)),
         unexpected=tuple(name for name in store if name not in known),
+        skipped=tuple(name for name in store.others if name not in extra),
         cast=tuple(cast),
         tied=tuple(tied),
     )
     return steps, report
+
+
+def extra_states(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that keep more than tensors (`get_extra_state`), by the name of that entry in the state dict."""
+    return {
+        f"{path}.{_EXTRA_STATE}" if path else _EXTRA_STATE: module
+        for path, module in modules_in_order(model)
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
 
 
 def find_conflicts(store: WeightStore, steps: Sequence[Step]) -> tuple[str, ...]:
@@ -145,12 +175,19 @@ def find_conflicts(store: WeightStore, steps: Sequence[Step]) -> tuple[str, ...]
 def _equal(store: WeightStore, name: str, other: str) -> bool:
     if store.shape(name) != store.shape(other):
         return False
-    one, two = store[name], store[other]
-    return same_bytes(one, two) or (one.dtype != two.dtype and torch.equal(one.double(), two.double()))
+    one, two = store.peek(name), store.peek(other)
+    equal = same_bytes(one, two) or (one.dtype != two.dtype and torch.equal(one.double(), two.double()))
+    for key, tensor in ((name, one), (other, two)):
+        if store.is_mapped(key):
+            give_back(tensor)
+    return equal
 
 
-def _shared(steps: list[Step], group_of: Mapping[str, list[str]]) -> list[Step]:
-    """Let tied names on one device share a tensor, and a name on the disk the tensor that is in memory anyway."""
+def _shared(steps: list[Step], group_of: Mapping[str, list[str]], over_devices: bool) -> list[Step]:
+    """Let tied names on one device share a tensor, and a name on the disk the tensor that is in memory anyway.
+
+    With `over_devices` names on several devices share one too.
+    """
     first: dict[tuple[str, Device | None], str] = {}
     in_memory: dict[str, str] = {}
     for step in steps:
@@ -162,15 +199,17 @@ def _shared(steps: list[Step], group_of: Mapping[str, list[str]]) -> list[Step]:
     for step in steps:
         tie = group_of.get(step.name, [step.name])[0]
         leader = first[tie, step.home]
-        if step.home == DISK:
+        if step.home == DISK or over_devices:
             leader = in_memory.get(tie, leader)
         result.append(step if leader == step.name else replace(step, shared_with=leader))
     return result
 
 
-def _problem(name: str, tensor: torch.Tensor, store: WeightStore, source: str) -> str | None:
+def _problem(
+    name: str, tensor: torch.Tensor, store: WeightStore, source: str, same_shapes: bool
+) -> str | None:
     shape, dtype = store.shape(source), store.dtype(source)
-    if shape != tensor.shape and type(tensor).__name__ != "Params4bit":
+    if same_shapes and shape != tensor.shape and type(tensor).__name__ != "Params4bit":
         return (
             f"{name!r} has the shape {tuple(shape)} in the checkpoint and {tuple(tensor.shape)} in the model"
         )

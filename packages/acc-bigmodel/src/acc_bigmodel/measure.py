@@ -160,9 +160,9 @@ def get_module_size_with_ties(
                 f"{tied!r} is in none of the modules {', '.join(name for name, _ in modules_to_treat)}"
             )
         if home[0] not in found:
-            total += module_sizes[home[0]]
+            total += module_sizes.get(home[0], 0)
             found[home[0]] = home[1]
-        total -= module_sizes[tied]
+        total -= module_sizes.get(tied, 0)
     return total, list(found), list(found.values())
 
 

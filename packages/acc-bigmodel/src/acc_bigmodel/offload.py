@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,8 +21,11 @@ from acc_bigmodel.stores.folder import (
     stored_raw_file,
     write_raw,
 )
+from acc_bigmodel.stores.locking import locked, sweep
 from acc_hooks.tensors import set_module_tensor_to_device
 from acc_hooks.ties import group_by_tensor
+
+OFFLOAD_LOCK_FILE = ".offload.lock"
 
 
 def offload_weight(
@@ -62,25 +66,43 @@ def save_offload_index(index: Mapping[str, Any] | None, offload_folder: str | os
 
 
 def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, torch.Tensor]) -> None:
-    """Write every tensor of `state_dict` to the folder, which is made when missing, and then its index."""
-    os.makedirs(save_dir, exist_ok=True)
-    index: dict[str, Any] = {}
-    for name, tensor in state_dict.items():
-        offload_weight(tensor, name, save_dir, index)
-    save_offload_index(index, save_dir)
+    """Write every tensor of `state_dict` to the folder, which is made when missing, and then its index.
+
+    Whoever is killed in between leaves an index without the tensors that were to be replaced, never with others.
+    """
+    with offloading_into(save_dir):
+        forget_entries(save_dir, state_dict)
+        index: dict[str, Any] = {}
+        for name, tensor in state_dict.items():
+            offload_weight(tensor, name, save_dir, index)
+        save_offload_index(index, save_dir)
+
+
+@contextlib.contextmanager
+def offloading_into(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Alone in an offload folder, which is made when missing, among the threads and processes that ask.
+
+    Who offloads, and then maps what it offloaded, before this ends has its own weights, whatever others do. What killed
+    writers left half written is deleted.
+    """
+    os.makedirs(folder, exist_ok=True)
+    with locked(folder, OFFLOAD_LOCK_FILE):
+        sweep(folder)
+        yield
 
 
 def offload_or_reuse(save_dir: str | os.PathLike[str], state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Offload `state` into a folder that may hold something already; returns the index of exactly these tensors.
 
-    Names that share a tensor share a file. A file is used as it is only when its bytes are those of the tensor. A tensor
-    on the meta device has no bytes to compare: the folder must hold one of the same shape, or this raises RuntimeError.
+    Inside of `offloading_into`, as far as the caller wants to map the very same. Names that share a tensor share a file. A
+    file is used as it is only when its bytes are those of the tensor. A tensor on the meta device has no bytes to compare:
+    the folder must hold one of the same shape, or this raises RuntimeError.
     """
     os.makedirs(save_dir, exist_ok=True)
     known = known_entries(save_dir)
     leader_of = {name: group[0] for group in group_by_tensor(state.items()) for name in group}
     index: dict[str, Any] = {}
-    written = set()
+    to_write: dict[str, torch.Tensor] = {}
     for name, tensor in state.items():
         leader = leader_of.get(name, name)
         info = known.get(name)
@@ -93,11 +115,18 @@ def offload_or_reuse(save_dir: str | os.PathLike[str], state: Mapping[str, torch
         elif info is not None and "same_as" not in info and _holds(save_dir, name, info, tensor):
             index[name] = info
         else:
-            offload_weight(tensor, name, save_dir, index)
-            written.add(name)
-    # what was tied to a tensor that is another one now has no file any more
-    merge_index(save_dir, index, lambda name, info: home_of(name, info) in written - {name})
+            index[name] = _entry(tensor)
+            to_write[name] = tensor
+    forget_entries(save_dir, to_write)
+    for name, tensor in to_write.items():
+        offload_weight(tensor, name, save_dir)
+    merge_index(save_dir, index)
     return index
+
+
+def forget_entries(folder: str | os.PathLike[str], names: Collection[str]) -> None:
+    """Strike these tensors, and what shares a file with them, from the index of a folder in which they are to be replaced."""
+    merge_index(folder, {}, lambda name, info: home_of(name, info) in names)
 
 
 def load_offloaded_weights(

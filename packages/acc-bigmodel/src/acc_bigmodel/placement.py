@@ -180,7 +180,7 @@ def plan(
     atoms = group_atoms(sizes, ties, blocks, staying)
     packing, reserved, notes = _search(atoms, budgets, main_of(budgets), reserve)
     if packing.left:
-        raise PlacementError(_shortage(atoms, budgets, packing, reserve))
+        raise PlacementError(_shortage(atoms, budgets, reserve))
     return Placement(
         atoms=atoms,
         homes=[packing.homes[number] for number in range(len(atoms))],
@@ -206,17 +206,42 @@ class _Packing:
     left: list[int]
     free: dict[Device, float]
     refusals: dict[Device, Refusal]
+    goes_back: bool = False  # a device took atoms from both sides of one that it passed over
 
 
 def _search(
     atoms: Atoms, budgets: Mapping[Device, int | None], main: Device, reserve: bool
 ) -> tuple[_Packing, int, tuple[str, ...]]:
-    """The packing with the least sufficient reserve on `main`, that reserve, and what to say about it."""
+    """The packing with the least sufficient reserve on `main`, that reserve, and what to say about it.
+
+    Devices that went on with smaller atoms after one that is too large for them make data go back and forth: this is only
+    done where it keeps more off the devices that do not compute.
+    """
+    found = _least_reserve(atoms, budgets, main, reserve, in_order=False)
+    if found[0].goes_back:
+        ordered = _least_reserve(atoms, budgets, main, reserve, in_order=True)
+        streaming = _streaming(budgets, main)
+        if _cost(atoms, ordered, streaming) <= _cost(atoms, found, streaming):
+            return ordered
+    return found
+
+
+def _cost(
+    atoms: Atoms, found: tuple[_Packing, int, tuple[str, ...]], streaming: Sequence[Device]
+) -> tuple[bool, bool, int]:
+    packing, _, notes = found
+    streamed = sum(atoms.nbytes[number] for number, device in packing.homes.items() if device in streaming)
+    return bool(packing.left), bool(notes), streamed
+
+
+def _least_reserve(
+    atoms: Atoms, budgets: Mapping[Device, int | None], main: Device, reserve: bool, in_order: bool
+) -> tuple[_Packing, int, tuple[str, ...]]:
     reserved = 0
-    streaming = [device for device in budgets if device == DISK or (device == CPU and main != CPU)]
+    streaming = _streaming(budgets, main)
     limit = budgets.get(main)
     while True:
-        packing = _pack(atoms, budgets, main, reserved)
+        packing = _pack(atoms, budgets, main, reserved, in_order)
         needed = _streaming_bytes(atoms, packing, streaming) if reserve else 0
         if needed <= reserved:
             return packing, reserved, ()
@@ -225,36 +250,47 @@ def _search(
                 f"Streaming needs {in_units(needed)} on {main}, more than its whole budget of {in_units(limit)}: running "
                 f"this plan will exceed it. Raise it by {in_units(needed - limit)}, or split larger modules."
             )
-            return _pack(atoms, budgets, main, 0), 0, (note,)
+            return _pack(atoms, budgets, main, 0, in_order), 0, (note,)
         reserved = needed
 
 
-def _pack(atoms: Atoms, budgets: Mapping[Device, int | None], main: Device, reserved: int) -> _Packing:
+def _streaming(budgets: Mapping[Device, int | None], main: Device) -> list[Device]:
+    return [device for device in budgets if device == DISK or (device == CPU and main != CPU)]
+
+
+def _pack(
+    atoms: Atoms, budgets: Mapping[Device, int | None], main: Device, reserved: int, in_order: bool
+) -> _Packing:
     packing = _Packing(homes={}, left=list(range(len(atoms))), free={}, refusals={})
     for device, budget in budgets.items():
         room = math.inf if budget is None else budget - (reserved if device == main else 0)
-        packing.left, packing.free[device] = _fill(atoms, device, max(room, 0), packing)
+        packing.left, packing.free[device] = _fill(atoms, device, max(room, 0), packing, in_order)
     if packing.left:
         _fill_gaps(atoms, packing)
     return packing
 
 
-def _fill(atoms: Atoms, device: Device, room: float, packing: _Packing) -> tuple[list[int], float]:
+def _fill(
+    atoms: Atoms, device: Device, room: float, packing: _Packing, in_order: bool
+) -> tuple[list[int], float]:
     """Take atoms in order until one does not fit any more; those too large for the whole device are passed over.
 
-    Returns the atoms that are left and the room that is left.
+    With `in_order` they are passed over only before the first that is taken. Returns the atoms and the room that are left.
     """
     passed: list[int] = []
     whole = room
+    passed_since = -1  # how many were passed over when the last one was taken
     for position, number in enumerate(packing.left):
         nbytes = atoms.nbytes[number]
         if nbytes <= room:
+            packing.goes_back |= 0 <= passed_since < len(passed)
+            passed_since = len(passed)
             packing.homes[number] = device
             room -= nbytes
             continue
         if device not in packing.refusals:
             packing.refusals[device] = Refusal(atom=atoms.name(number), nbytes=nbytes, free_bytes=int(room))
-        if nbytes <= whole:
+        if nbytes <= whole or (in_order and passed_since >= 0):
             passed.extend(packing.left[position:])
             break
         passed.append(number)
@@ -285,21 +321,35 @@ def _streaming_bytes(atoms: Atoms, packing: _Packing, streaming: Sequence[Device
     return largest + staying
 
 
-def _shortage(atoms: Atoms, budgets: Mapping[Device, int | None], packing: _Packing, reserve: bool) -> str:
-    last = list(budgets)[-1]
-    raised = dict(budgets)
-    for _ in range(len(atoms) + 1):
-        missing = sum(atoms.nbytes[number] for number in packing.left)
-        if not missing and not packing.left:
-            break
-        raised[last] = math.ceil((raised[last] or 0) + missing - min(packing.free[last], missing - 1))
-        packing, _, _ = _search(atoms, raised, main_of(raised), reserve)
-    extra = (raised[last] or 0) - (budgets[last] or 0)
+def _shortage(atoms: Atoms, budgets: Mapping[Device, int | None], reserve: bool) -> str:
+    raised, extra = _least_raise(atoms, budgets, reserve)
     there = ", ".join(f"{device}: {in_units(budget or 0)}" for device, budget in budgets.items())
     largest = max(range(len(atoms)), key=atoms.nbytes.__getitem__)
-    remedy = f"raise the budget of {last} by {in_units(extra)} ({extra} bytes)"
+    remedy = f"raise the budget of {raised} by {in_units(extra)} ({extra} bytes)"
     return (
         f"the model needs {in_units(sum(atoms.nbytes))} in {len(atoms)} pieces, the largest {atoms.name(largest)} "
         f"with {in_units(atoms.nbytes[largest])}; the budgets are {there}. The smallest change that would do: {remedy}"
         + ("." if DISK in budgets else ", or allow 'disk'.")
     )
+
+
+def _least_raise(atoms: Atoms, budgets: Mapping[Device, int | None], reserve: bool) -> tuple[Device, int]:
+    """The device whose budget has to grow least for the model to fit, and by how many bytes. None has no limit."""
+    given = {device: budget or 0 for device, budget in budgets.items()}
+
+    def fits(device: Device, extra: int) -> bool:
+        raised = {**given, device: given[device] + extra}
+        return not _search(atoms, raised, main_of(raised), reserve)[0].left
+
+    total = sum(atoms.nbytes)
+    missing = max(total - sum(given.values()), 1)
+    best, least = list(given)[-1], total  # a device that can hold the whole model will do
+    for device in reversed(given):  # the last ones are the cheapest
+        if not fits(device, least - 1):
+            continue
+        low, high = missing, least - 1
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if fits(device, middle) else (middle + 1, high)
+        best, least = device, low
+    return best, least

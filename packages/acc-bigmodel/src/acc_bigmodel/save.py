@@ -3,7 +3,8 @@
 [Note: how a save survives a kill]
 Every file is first written and synced in `.NAME.writing/`. Only then they are renamed into place, an index last, and the
 files of an earlier save of the same name go. Shards that replace shards of the same names first take the old index away:
-a kill in that moment leaves a folder that refuses to load, never a mixture.
+a kill in that moment leaves a folder that refuses to load, never a mixture. One save of a name at a time writes into a
+folder, another one waits; whoever has the lock clears up what a killed one has left.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from acc_bigmodel.checkpoint_files import (
     staging_name,
     stem_of,
 )
+from acc_bigmodel.stores.locking import locked
 from acc_bigmodel.stores.safetensors import Entry, write_safetensors
 from acc_bigmodel.stores.store import WeightStore
 from acc_ops.units import convert_file_size_to_int
@@ -64,23 +66,20 @@ def save_weights(
         for i in range(1, len(shards) + 1)
     ]
     folder.mkdir(parents=True, exist_ok=True)
-    staging = folder / staging_name(stem)
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir()
-    try:
-        for file, shard in zip(files, shards, strict=True):
-            _write(staging / file, shard, state, safe)
-        index = _write_index(staging / f"{stem}{kind}{INDEX}", files, shards) if len(shards) > 1 else None
-        _commit(folder, staging, files, index)
-    except BaseException:
-        if not (
-            staging / COMMITTING
-        ).exists():  # else the marker must stay: the folder may hold a mixture of shards
-            shutil.rmtree(staging, ignore_errors=True)
-        raise
-    shutil.rmtree(staging)
-    written = files + ([index] if index else [])
-    _remove_stale(folder, name, set(written))
+    with locked(folder, f"{staging_name(name)}.lock"):
+        staging = _fresh_staging(folder / staging_name(stem))
+        try:
+            for file, shard in zip(files, shards, strict=True):
+                _write(staging / file, shard, state, safe)
+            index = _write_index(staging / f"{stem}{kind}{INDEX}", files, shards) if len(shards) > 1 else None
+            _commit(folder, staging, files, index)
+        except BaseException:
+            # with the mark it must stay: the folder may hold a mixture of shards
+            if not (staging / COMMITTING).exists():
+                shutil.rmtree(staging, ignore_errors=True)
+            raise
+        written = files + ([index] if index else [])
+        _remove_stale(folder, name, set(written))
     return written
 
 
@@ -171,6 +170,15 @@ def _split(items: list[_Item], limit: int | None) -> list[list[_Item]]:
     return shards
 
 
+def _fresh_staging(staging: Path) -> Path:
+    """An empty folder to write in, but for the mark that a killed save has left a mixture of shards: it holds until a commit."""
+    staging.mkdir(exist_ok=True)
+    for left in staging.iterdir():
+        if left.name != COMMITTING:
+            left.unlink()
+    return staging
+
+
 def _write(file: Path, shard: list[_Item], state: Mapping[str, torch.Tensor], safe: bool) -> None:
     if safe:
         shared = {alias: item.name for item in shard for alias in item.aliases}
@@ -225,3 +233,4 @@ def _remove_stale(folder: Path, name: str, written: set[str]) -> None:
         for file in earlier:
             if file.name not in written:
                 file.unlink(missing_ok=True)
+        shutil.rmtree(folder / staging_name(stem), ignore_errors=True)

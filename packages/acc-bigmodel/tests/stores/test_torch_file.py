@@ -15,7 +15,7 @@ def test_tensors_are_read_and_others_listed(tmp_path: Path) -> None:
     torch.save({"w": torch.arange(3), "step": 4}, tmp_path / "x.bin")
     store = TorchFileStore(tmp_path / "x.bin")
     assert torch.equal(store["w"], torch.arange(3))
-    assert store.others == ["step"]
+    assert store.others == {"step": 4}
 
 
 def test_the_old_format_can_be_read_too(tmp_path: Path) -> None:

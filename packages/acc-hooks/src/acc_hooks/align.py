@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,17 +13,18 @@ from torch import Tensor, nn
 from acc_hooks.calling import Use
 from acc_hooks.elsewhere import bring_home, fill_state_dict
 from acc_hooks.fetching import Wanted
-from acc_hooks.homes import differs, outside_inference_mode, read_home
+from acc_hooks.homes import outside_inference_mode
 from acc_hooks.hook import ModelHook, attached_hook
 from acc_hooks.inputs import are_on, bring_back, move
 from acc_hooks.offloaded import OffloadedTensors
-from acc_hooks.origin import Loan, OffloadedWeightError, refuse_twice
+from acc_hooks.origin import Home, Loan, OffloadedWeightError, refuse_twice
 from acc_hooks.placeholder import is_placeholder
 from acc_hooks.prefetch import Prefetcher
-from acc_hooks.resident import Residents
+from acc_hooks.resident import Residents, find_residents
 from acc_hooks.tensors import TiedParams, buffer_names, owner_of, place, put_tensor, shared_copies
 from acc_hooks.ties import every_tensor, group_by_tensor
 from acc_hooks.untraced import is_exporting, untraced
+from acc_hooks.values import META
 from acc_ops.devices import DeviceLike, canonical_device
 from acc_ops.tree import first_tensor
 
@@ -121,8 +122,10 @@ class AlignDevicesHook(ModelHook, own_calls=True):
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         if self._offloaded is not None:
+            stayed = self._tensors(module).keys() - self._offloaded.names()
             self._offloaded.give_back(module, self._map(), self.tied_params_map)
             self._offloaded = None
+            self._send_back(module, stayed)
         return module
 
     def _replan(self) -> None:
@@ -212,6 +215,9 @@ class AlignDevicesHook(ModelHook, own_calls=True):
                 "weights: call remove_hook_from_module(model, recurse=True) before torch.export"
             )
 
+    def _known_ties(self) -> Residents | None:
+        return self._residents
+
     def _holds_weights(self) -> bool:
         return self._offloaded is not None
 
@@ -240,6 +246,10 @@ class AlignDevicesHook(ModelHook, own_calls=True):
     def _value_behind(self, placeholder: Tensor) -> Tensor | None:
         offloaded = self._offloaded
         return None if offloaded is None else offloaded.value_behind(placeholder, self._map())
+
+    def _home_behind(self, placeholder: Tensor) -> Home | None:
+        offloaded = self._offloaded
+        return None if offloaded is None else offloaded.home_behind(placeholder, self._map())
 
     def _write_behind(self, placeholder: Tensor, value: Tensor) -> bool:
         offloaded = self._offloaded
@@ -275,7 +285,7 @@ class AlignDevicesHook(ModelHook, own_calls=True):
         self.buffer_original_devices = {k: v for k, v in self.original_devices.items() if k in buffers}
         if self.weights_map is None:
             self.weights_map = {name: self._real(name, tensors[name]).to("cpu") for name in away}
-        residents = self._residents or self._find_residents(module, away)
+        residents = self._residents or find_residents(module, away, self.weights_map)
         self.tied_params_names = {name for name in away if residents.tie_of(self._full(name)) is not None}
         offloaded = OffloadedTensors(residents, self._path, self._prefetcher)
         offloaded.take(module, away, self.weights_map)
@@ -290,6 +300,18 @@ class AlignDevicesHook(ModelHook, own_calls=True):
         except BaseException:
             self.detach_hook(module)
             raise
+
+    def _send_back(self, module: nn.Module, names: Collection[str]) -> None:
+        """Buffers that stayed where the module ran go back to where they came from."""
+        tensors = self._tensors(module)
+        for name in names:
+            device = self.original_devices.get(name, META)
+            if (
+                name in tensors
+                and tensors[name].device == self._device
+                and META not in (device, self._device)
+            ):
+                self._settle(module, {name: tensors[name]}, device, self._ties(tensors))
 
     def _settle(
         self, module: nn.Module, tensors: Mapping[str, Tensor], device: torch.device, residents: Residents
@@ -333,30 +355,6 @@ class AlignDevicesHook(ModelHook, own_calls=True):
     def _ties(self, tensors: Mapping[str, Tensor]) -> Residents:
         return self._residents if self._residents is not None else Residents(group_by_tensor(tensors.items()))
 
-    def _find_residents(self, module: nn.Module, away: list[str]) -> Residents:
-        """The ties of a hook that is made by hand, also with names below the module that stay where they are.
-
-        Those are left out where the weights map has another value: then they are two weights from now on.
-        """
-        every, taken = dict(every_tensor(module)), set(away)
-        groups: list[list[str]] = []
-        staying: dict[str, Tensor] = {}  # by tie
-        for names in group_by_tensor(every.items()):
-            mine = [name for name in names if name in taken]
-            others = [every[name] for name in names if name not in taken and not every[name].is_meta]
-            if mine and others:
-                value = read_home(self._map(), mine[0], mine[0])
-                if differs(value.to(others[0]), others[0]):
-                    names = mine
-                else:
-                    staying[names[0]] = others[0]
-            if len(names) > 1:
-                groups.append(names)
-        residents = Residents(groups)
-        for tie, tensor in staying.items():
-            residents.stays(tie, tensor)
-        return residents
-
     def _full(self, name: str) -> str:
         return f"{self._path}.{name}" if self._path else name
 
@@ -369,7 +367,7 @@ class AlignDevicesHook(ModelHook, own_calls=True):
     def _loading_state_dict(
         self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str
     ) -> Iterator[None]:
-        if self._offloaded is None or not self._offloaded.wants(state_dict, prefix):
+        if self._offloaded is None or not self._offloaded.wants(module, state_dict, prefix):
             yield
             return
         with self._visit(module, self._offloaded.device_in_use or torch.device("cpu")):

@@ -37,13 +37,15 @@ def attach_align_device_hook(
     preload_module_classes: list[str] | None = None,
     tied_params_map: TiedParams | None = None,
     prefetch: int = LAYERS_AHEAD,
+    io_same_device: bool = False,
 ) -> None:
     """Append an AlignDevicesHook to every module, from `module` down, that has tensors of its own.
 
     `weights_map` has the names of the whole model, in which `module` is called `module_name`. While offloading, a module
     whose class is named in `preload_module_classes` gets one hook for itself and everything below it. A module that is
     registered under several names gets one hook; ties are found and kept. While a module computes, the weights of up to
-    `prefetch` others that run next are fetched (0: none); `module` gets a hook for it that does nothing else.
+    `prefetch` others that run next are fetched (0: none); `module` gets a hook for it that does nothing else. With
+    `io_same_device` `module` itself moves its arguments, and its output goes where its input came from.
     """
     options = _Options(
         weights_map=weights_map,
@@ -55,9 +57,14 @@ def attach_align_device_hook(
         prefetcher=Prefetcher(prefetch),
     )
     with options.undone_on_failure():
-        _attach_to_all(module, module_name, execution_device, offload, options)
+        _attach_to_all(module, module_name, execution_device, offload, options, io_same_device)
         if offload and prefetch and len(options.attached) > 1 and not _begins_forward(module):
             options.attach(module, options.hook(module_name, None))
+
+
+def is_attached(hook: ModelHook) -> bool:
+    """Whether one of the attach functions made this hook."""
+    return isinstance(hook, AlignDevicesHook) and hook._residents is not None
 
 
 def attach_align_device_hook_on_blocks(
@@ -95,8 +102,8 @@ def attach_align_device_hook_on_blocks(
     blocks = {path: block for path, block in _every_path(module, module_name) if path in devices}
     _check_names(devices, blocks, module)
     with options.undone_on_failure():
-        if module_name not in blocks or offloaded[module_name]:
-            options.attach(module, options.hook(module_name, devices.get(module_name), io_same_device=True))
+        if module_name not in blocks:
+            options.attach(module, options.hook(module_name, None, io_same_device=True))
         for path, block in blocks.items():
             is_root = path == module_name
             _attach_to_block(block, path, devices[path], offloaded[path], options, is_root=is_root)
@@ -192,7 +199,7 @@ def _attach_to_block(
     block: nn.Module, path: str, device: DeviceLike | None, offload: bool, options: _Options, is_root: bool
 ) -> None:
     if offload:
-        _attach_to_all(block, path, device, True, options)
+        _attach_to_all(block, path, device, True, options, io_same_device=is_root)
     else:
         options.seen.add(id(block))
         hook = options.hook(path, device, io_same_device=is_root, place_submodules=True)
@@ -202,19 +209,29 @@ def _attach_to_block(
 
 
 def _attach_to_all(
-    module: nn.Module, path: str, device: DeviceLike | None, offload: bool, options: _Options
+    module: nn.Module,
+    path: str,
+    device: DeviceLike | None,
+    offload: bool,
+    options: _Options,
+    io_same_device: bool = False,
 ) -> None:
+    """`io_same_device` is for `module` itself, which then gets a hook whatever it holds."""
     if offload and device is None:
         raise ValueError(
             f"{path or type(module).__name__} is to be offloaded and there is no device to run on: give an execution_device"
         )
     for name, submodule, is_last in _walk(module, path, options, offload):
+        if id(submodule) in options.seen:
+            continue
         preload = is_last and offload
-        if id(submodule) not in options.seen and (
-            preload or next(every_tensor(submodule, recurse=False), None)
-        ):
+        holds = preload or next(every_tensor(submodule, recurse=False), None) is not None
+        returns = io_same_device and submodule is module
+        if holds or returns:
             options.seen.add(id(submodule))
-            hook = options.hook(name, device, offload, place_submodules=preload)
+            hook = options.hook(
+                name, device, offload and holds, place_submodules=preload, io_same_device=returns
+            )
             options.attach(submodule, hook)
 
 

@@ -158,11 +158,14 @@ class _Borrowed:
     def without_views(self, result: Any, recipe: Recipe, make_view: MakeView) -> Any:
         """`result` with placeholders for the weights and for views of them."""
         if isinstance(result, Tensor):
-            for placeholder, real in self._real.values():
+            for (
+                placeholder,
+                real,
+            ) in self._real.values():  # all of them first: a view that was written to is no new one
                 if result is real:
                     return placeholder
-                if _is_view(result, real):
-                    return make_view(result, recipe)
+            if any(_is_view(result, real) for _, real in self._real.values()):
+                return make_view(result, recipe)
         elif type(result) in (tuple, list):
             new = [
                 self.without_views(item, _at(recipe, index), make_view) for index, item in enumerate(result)

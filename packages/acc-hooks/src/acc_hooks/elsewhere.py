@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from acc_hooks.origin import Source, is_settled, origin_of
+from acc_hooks.origin import Home, Source, is_settled, origin_of, root_of
 from acc_hooks.placeholder import is_placeholder, kind_of, value_behind
 from acc_hooks.tensors import put_tensor
 
@@ -31,6 +31,22 @@ def settle(placeholder: Tensor, source: Source | None, make: Callable[[], Tensor
                 break
         origin.settled = settled
     return settled
+
+
+def home_behind(placeholder: Tensor) -> Home:
+    """Where the value of a placeholder is kept: a tensor that stays, or a weights map and the key in it. Nothing is read.
+
+    OffloadedWeightError if nobody has it.
+    """
+    root = root_of(placeholder)
+    origin = None if root is None else origin_of(root)
+    if root is None or origin is None:  # a view of a part
+        return value_behind(placeholder)
+    for source in origin.living_sources():
+        home = source._home_behind(root)
+        if home is not None:
+            return home
+    return value_behind(root)
 
 
 def bring_home(module: nn.Module) -> None:

@@ -103,7 +103,9 @@ class Holding:
             return
         if current is held.tensor:
             look = functools.partial(self._values.read, slot, weights_map) if compare or unseen else None
-            if held.was_changed(look):
+            if held.was_changed(look) or (
+                look is not None and self._values.is_another_elsewhere(slot, current, weights_map)
+            ):
                 self._changed[slot.name] = (current, held)
             copy_flag(slot.placeholder, current.requires_grad)
         elif (

@@ -49,11 +49,7 @@ def write_home(
                 home.copy_(tensor)
             return
     if not is_writable(weights_map):
-        raise OffloadedWeightError(
-            f"{full} was changed while it was loaded, but its weights come from a read-only "
-            f"{type(innermost(weights_map)).__name__}: the change would be lost. Change the weights before "
-            "offloading them, or offload to memory"
-        )
+        raise _refuse_read_only(weights_map, full)
     weights_map[name] = tensor.to(device, copy=True)  # type: ignore[index]  # asked above: is_writable
 
 
@@ -71,8 +67,13 @@ def entry_of(
     return (weights_map, key) if key in weights_map else None
 
 
-def write_others(weights_map: Mapping[str, Tensor], path: str, names: Iterable[str], value: Tensor) -> None:
-    """Keep `value` under the other names of its tie too, as far as the map of the module at `path` reaches them."""
+def others_that_differ(
+    weights_map: Mapping[str, Tensor], path: str, names: Iterable[str], value: Tensor
+) -> Iterator[tuple[Mapping[str, Tensor], str, str]]:
+    """(map, key, name) of the `names` of a tie under which another value than `value` is kept.
+
+    As far as the map of the module at `path` reaches them.
+    """
     for name in names:
         entry = entry_of(weights_map, path, name)
         if entry is None:
@@ -80,7 +81,15 @@ def write_others(weights_map: Mapping[str, Tensor], path: str, names: Iterable[s
         its_map, key = entry
         kept = read_home(its_map, key, name)
         if not same_memory(kept, value) and (kept.dtype != value.dtype or differs(kept, value)):
-            write_home(its_map, key, name, value, None)
+            yield its_map, key, name
+
+
+def write_others(weights_map: Mapping[str, Tensor], path: str, names: Iterable[str], value: Tensor) -> None:
+    """Keep `value`, which the map keeps under one name of a tie, under its other names: the same tensor, not a copy."""
+    for its_map, key, name in others_that_differ(weights_map, path, names, value):
+        if not is_writable(its_map):
+            raise _refuse_read_only(its_map, name)
+        its_map[key] = value  # type: ignore[index]  # asked above: is_writable
 
 
 @contextlib.contextmanager
@@ -132,3 +141,11 @@ def add_statistics(
         statistics = name[: -len("weight")] + "SCB"
         if statistics in weights_map:
             tensor.SCB = weights_map[statistics].to(device)  # type: ignore[attr-defined]
+
+
+def _refuse_read_only(weights_map: Mapping[str, Tensor], full: str) -> OffloadedWeightError:
+    return OffloadedWeightError(
+        f"{full} was changed while it was loaded, but its weights come from a read-only "
+        f"{type(innermost(weights_map)).__name__}: the change would be lost. Change the weights before "
+        "offloading them, or offload to memory"
+    )

@@ -24,7 +24,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,13 @@ _CALLS = ("pre_forward", "post_forward")
 
 # what a module that is hooked now had in its instance dictionary of methods that move it
 _own_moves = WeakIdKeyDictionary()
+
+
+class Ties(Protocol):
+    """What a hook knows of the ties of its model."""
+
+    def rejoin(self, module: nn.Module) -> None:
+        """The hooks are gone: the names of a tie share one tensor again."""
 
 
 class ModelHook:
@@ -145,6 +152,9 @@ class ModelHook:
 
     def _wants_no_grad(self) -> bool:
         return self.no_grad
+
+    def _known_ties(self) -> Ties | None:
+        """The ties of the model that this hook was attached to with others."""
 
     def _holds_weights(self) -> bool:
         """Whether the module's weights are there only while it runs."""
@@ -326,11 +336,16 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
     """Detach the hook of `module`, if any, and leave its class and instance dictionary as before; returns the module.
 
     Methods that move it (`to`, `cuda`, ...) and were put on the instance while it was hooked, or by dispatching, go too.
-    `recurse` does the same for every module below.
+    `recurse` does the same for every module below; tied names that were on several devices share one tensor again then.
     """
     moving = _moving_methods()
+    ties: dict[int, Ties] = {}
     for submodule in list(module.modules()) if recurse else [module]:
         attached = attached_hook(submodule)
+        for hook in iterate_hooks(attached) if recurse else ():
+            found = hook._known_ties()
+            if found is not None:
+                ties[id(found)] = found
         if attached is not None:
             attached.detach_hook(submodule)
         hooked.unwrap(submodule)
@@ -340,6 +355,8 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
             if callable(move) and (name not in kept or getattr(move, "goes_with_hooks", False)):
                 del submodule.__dict__[name]
     bring_home(module)
+    for found in ties.values():
+        found.rejoin(module)
     return module
 
 

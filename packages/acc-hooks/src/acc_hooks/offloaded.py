@@ -20,13 +20,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from acc_hooks import hooked
 from acc_hooks.copying import again
 from acc_hooks.elsewhere import settle
 from acc_hooks.fetching import Fetched, Wanted, refuse_ahead
 from acc_hooks.held import Held
 from acc_hooks.holding import Holding, current_tensor
 from acc_hooks.homes import add_statistics, outside_inference_mode
-from acc_hooks.origin import Loan, OffloadedWeightError, Source, refuse_twice, root_of
+from acc_hooks.origin import Home, Loan, OffloadedWeightError, Source, refuse_twice, root_of
 from acc_hooks.placeholder import (
     add_source,
     is_of_another,
@@ -90,6 +91,10 @@ class OffloadedTensors:
             self.give_back(module, weights_map, None)
             raise
 
+    def names(self) -> Collection[str]:
+        """What is offloaded, below the module."""
+        return self._slots.keys()
+
     def answer_for(self, source: Answering) -> None:
         """Let `source` give and take the values behind the placeholders, and say what to fetch; also after a copy."""
         self._number = self._prefetcher.join(source, self._number)
@@ -113,6 +118,11 @@ class OffloadedTensors:
             return None
         value = self._values.newest(slot, weights_map)
         return self._values.placed(slot, value, value.device)
+
+    def home_behind(self, placeholder: Tensor, weights_map: Mapping[str, Tensor]) -> Home | None:
+        """Where the real tensor of a placeholder is kept; None for one of somebody else."""
+        slot = self._slot_of(placeholder)
+        return None if slot is None else self._values.home(slot, weights_map)
 
     @outside_inference_mode()
     def write_behind(self, placeholder: Tensor, value: Tensor, weights_map: Mapping[str, Tensor]) -> bool:
@@ -260,9 +270,13 @@ class OffloadedTensors:
                 value = self._values.newest(slot, weights_map)
                 destination[prefix + slot.name] = self._values.placed(slot, value, value.device).detach()
 
-    def wants(self, state_dict: Mapping[str, Any], prefix: str) -> bool:
-        """Whether a state dict has something for the module's own offloaded tensors."""
-        return any(prefix + name in state_dict for name in self._slots if "." not in name)
+    def wants(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> bool:
+        """Whether a state dict may have something for the module's own offloaded tensors.
+
+        A module that loads in its own way, as batch norms do, may find a value for what the state dict lacks.
+        """
+        own = [name for name in self._slots if "." not in name]
+        return any(prefix + name in state_dict for name in own) or bool(own and _loads_by_itself(module))
 
     def _take_one(self, module: nn.Module, name: str, tensor: Tensor) -> Slot:
         full, residents = self._values.full(name), self._values.residents
@@ -289,7 +303,7 @@ class OffloadedTensors:
         def make() -> Tensor:
             if device.type == "meta":  # it was offloaded without a value
                 return new_like(placeholder, without_class(placeholder))
-            value = values.read(slot, weights_map)
+            value = values.newest(slot, weights_map)
             if slot.tie is None:
                 return values.placed(slot, value, device)
             return values.residents.settle(slot.tie, device, lambda: values.placed(slot, value, device))
@@ -335,6 +349,12 @@ class OffloadedTensors:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._forget_holds()
+
+
+def _loads_by_itself(module: nn.Module) -> bool:
+    """Whether somebody's own code takes part when the module's own tensors are loaded from a state dict."""
+    own = (cls for cls in type(module).__mro__ if cls not in (nn.Module, hooked.Hooked))
+    return bool(module._load_state_dict_pre_hooks) or any("_load_from_state_dict" in vars(cls) for cls in own)
 
 
 def _nothing() -> None:

@@ -27,6 +27,9 @@ class Loan:
     can_be_kept: bool  # until the outermost forward ends; else for one use
 
 
+Home = Tensor | tuple[Mapping[str, Tensor], str]  # a tensor that stays, or a weights map and a key in it
+
+
 class Source(Protocol):
     """Who can give and take the value behind a placeholder. Each says None or False to one that is not its own."""
 
@@ -35,6 +38,9 @@ class Source(Protocol):
 
     def _value_behind(self, placeholder: Tensor) -> Tensor | None:
         """The real tensor where it is kept."""
+
+    def _home_behind(self, placeholder: Tensor) -> Home | None:
+        """Where the real tensor is kept; nothing is read."""
 
     def _write_behind(self, placeholder: Tensor, value: Tensor) -> bool:
         """Bring a new value home."""

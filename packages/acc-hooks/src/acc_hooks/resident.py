@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from acc_hooks.copying import again
+from acc_hooks.homes import differs, read_home
+from acc_hooks.tensors import owner_of, put_tensor
+from acc_hooks.ties import every_tensor, group_by_tensor
 
 
 class Residents:
@@ -36,6 +39,13 @@ class Residents:
     def names_of(self, tie: str) -> list[str]:
         """Every name of a tie."""
         return self._names[tie]
+
+    def leave(self, name: str) -> None:
+        """This name has a tensor of its own from now on."""
+        with self._lock:
+            names = self._names.get(self._tie.pop(name, ""), [])
+            if name in names:
+                names.remove(name)
 
     def is_placeholder(self, name: str, tensor: Tensor | None) -> bool:
         """Whether this is the placeholder of the tie that has this name."""
@@ -92,6 +102,15 @@ class Residents:
             if entry[0] == 0:
                 del self._copies[tie, device]
 
+    def rejoin(self, module: nn.Module) -> None:
+        """The hooks are gone: the names of a tie that are on several devices get one tensor again, that of the first."""
+        tensors = dict(every_tensor(module))
+        for tie, names in self._names.items():
+            staying = {id(tensor) for tensor in self._staying(tie)}
+            mine = [name for name in names if id(tensors.get(name)) in staying]
+            for name in mine[1:]:
+                put_tensor(*owner_of(module, name), tensors[mine[0]])
+
     def refresh(self, tie: str, value: Tensor) -> None:
         """Write a new value to the names of the tie that stay on a device."""
         for tensor in self._staying(tie):
@@ -135,3 +154,28 @@ class Residents:
         self._forget_copies()
         for tie, tensor in residents:
             self.stays(tie, tensor)
+
+
+def find_residents(module: nn.Module, away: Collection[str], weights_map: Mapping[str, Tensor]) -> Residents:
+    """The ties of a hook that is made by hand and offloads `away`, also with names below that stay where they are.
+
+    Those are left out where the weights map has another value: then they are two weights from now on.
+    """
+    every, taken = dict(every_tensor(module)), set(away)
+    groups: list[list[str]] = []
+    staying: dict[str, Tensor] = {}  # by tie
+    for names in group_by_tensor(every.items()):
+        mine = [name for name in names if name in taken]
+        others = [every[name] for name in names if name not in taken and not every[name].is_meta]
+        if mine and others:
+            value = read_home(weights_map, mine[0], mine[0])
+            if differs(value.to(others[0]), others[0]):
+                names = mine
+            else:
+                staying[names[0]] = others[0]
+        if len(names) > 1:
+            groups.append(names)
+    residents = Residents(groups)
+    for tie, tensor in staying.items():
+        residents.stays(tie, tensor)
+    return residents

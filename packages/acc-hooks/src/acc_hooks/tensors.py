@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from acc_hooks.placeholder import attributes_of, kind_of
+from acc_hooks.placeholder import attributes_of, is_placeholder, kind_of, value_behind
 from acc_ops.devices import canonical_device, device_count, known_kinds
 from acc_ops.memory import clear_device_cache
 
@@ -55,7 +55,8 @@ def set_module_tensor_to_device(
 ) -> None:
     """Put the parameter or buffer `tensor_name` (dotted) of `module` on `device`, with a new `value` if one is given.
 
-    The value takes `dtype`, or the dtype of what was there; integers and bools keep theirs. `fp16_statistics` become the
+    The value takes `dtype`, or the dtype of what was there; integers and bools keep theirs. An offloaded tensor has its own
+    value, and stays where it is put: its hook uses it there, until the model is offloaded anew. `fp16_statistics` become the
     attribute `SCB` of an 8-bit weight. `tied_params_map[address of the value][device]` is reused where it is filled, and
     filled where the address is known. `clear_cache` gives cached memory of an accelerator back.
 
@@ -79,6 +80,8 @@ def set_module_tensor_to_device(
         if value is None:
             return  # registered as None: nothing to move
         old = value if is_buffer else nn.Parameter(value, requires_grad=value.requires_grad)
+    if value is None and is_placeholder(old) and target.type != "meta":
+        value = value_behind(old)
     shared = shared_copies(tied_params_map, old if value is None else value)
     if shared is not None and target in shared:
         new = shared[target]

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from acc_hooks.borrowing import drop_kept, forget
 from acc_hooks.fetching import Fetched
 from acc_hooks.held import Held
-from acc_hooks.homes import read_home, version_of, write_home, write_others
-from acc_hooks.origin import RefuseGradient
+from acc_hooks.homes import others_that_differ, read_home, version_of, write_home, write_others
+from acc_hooks.origin import Home, RefuseGradient
 from acc_hooks.placeholder import is_placeholder, stand_in
 from acc_hooks.prefetch import Prefetcher
+from acc_hooks.prefixed import home_of
 from acc_hooks.resident import Residents
 from acc_hooks.tensors import TiedParams, is_plain, place, shared_copies
 
@@ -52,6 +53,11 @@ class Values:
         """What the map has."""
         with self._prefetcher.reading():
             return read_home(weights_map, slot.name, slot.full)
+
+    def home(self, slot: Slot, weights_map: Mapping[str, Tensor]) -> Home:
+        """Where `newest` finds it."""
+        resident = None if slot.tie is None else self.residents.resident_of(slot.tie)
+        return home_of(weights_map, slot.name) if resident is None else resident
 
     def newest(self, slot: Slot, weights_map: Mapping[str, Tensor]) -> Tensor:
         """What the map has, or the name of its tie that stays on a device: somebody may have trained that one."""
@@ -110,16 +116,25 @@ class Values:
         write_home(weights_map, slot.name, full, tensor, None if held is None else held.value)
         if slot.tie is None:
             return
-        others = [name for name in self.residents.names_of(slot.tie) if name != full]
-        write_others(weights_map, self._path, others, self.read(slot, weights_map))
+        write_others(weights_map, self._path, self._others(slot), self.read(slot, weights_map))
         self.residents.refresh(slot.tie, tensor)
+
+    def is_another_elsewhere(self, slot: Slot, tensor: Tensor, weights_map: Mapping[str, Tensor]) -> bool:
+        """Whether the map has another value under another name of the tie: a map may keep each name by itself."""
+        names = () if slot.tie is None else self._others(slot)
+        return any(True for _ in others_that_differ(weights_map, self._path, names, tensor))
 
     def stand_alone(self, slot: Slot, tensor: Tensor) -> None:
         """The name no longer shares its tie's tensor: it was assigned one of its own."""
-        slot.tie = None
+        if slot.tie is not None:
+            self.residents.leave(slot.full)
+            slot.tie = None
         plain = place(tensor, None, META, name=slot.full)
         like = slot.placeholder if is_placeholder(slot.placeholder) else None
         slot.placeholder = stand_in(plain, slot.full, like=like)
+
+    def _others(self, slot: Slot) -> list[str]:
+        return [name for name in self.residents.names_of(slot.tie or "") if name != slot.full]
 
 
 def _not_cached_by_autocast(parameter: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from acc_bigmodel.stores.dtypes import dtype_named
 from acc_bigmodel.stores.folder import (
     home_of,
+    layout_of_entry,
     read_offload_index,
     read_raw,
     same_bytes,
@@ -108,25 +109,34 @@ class OffloadedWeightsLoader(WeightStore):
             return self.state_dict[name].shape
         info = self.index[name]
         return (
-            self._slices(info).shape(info.get("weight_name", name))
+            self._slices(info).shape(self._slice_name(name, info))
             if _is_slice(info)
-            else torch.Size(info["shape"])
+            else self._raw_layout(name, info)[0]
         )
 
     def dtype(self, name: str) -> torch.dtype:
         if name in self.state_dict:
             return self.state_dict[name].dtype
         info = self.index[name]
+        if not _is_slice(info):
+            return self._raw_layout(name, info)[1]
         if info.get("dtype") is not None:
             return dtype_named(info["dtype"])
-        return self._slices(info).dtype(info.get("weight_name", name))
+        return self._slices(info).dtype(self._slice_name(name, info))
 
     def source(self, name: str) -> FileSlice | None:
         info = self.index.get(name, {})
         if name in self.state_dict or not _is_slice(info):
             return None
-        found = self._slices(info).source(info.get("weight_name", name))
+        found = self._slices(info).source(self._slice_name(name, info))
         return found if found is not None and found.dtype == self.dtype(name) else None
+
+    def file_of(self, name: str) -> str | None:
+        """The file that the tensor is read from; None when it is in memory."""
+        if name in self.state_dict:
+            return None
+        info = self.index[name]
+        return self._place_of(info) if _is_slice(info) else self._raw_file(name)
 
     def alias_of(self, name: str) -> str:
         home = home_of(name, self.index.get(name, {}))
@@ -161,9 +171,9 @@ class OffloadedWeightsLoader(WeightStore):
         info = self.index[name]
         key = name if _is_slice(info) else self._raw_file(name)
         if key in self._mapped:
-            return self._mapped[key]
+            return self._as_announced(name, info, self._mapped[key])
         if _is_slice(info):
-            stored = self._slices(info)[info.get("weight_name", name)]
+            stored = self._slices(info)[self._slice_name(name, info)]
             tensor = stored if info.get("dtype") is None else stored.to(dtype_named(info["dtype"]))
             if tensor is not stored:
                 return tensor  # converted: holding it would keep it in memory
@@ -177,7 +187,7 @@ class OffloadedWeightsLoader(WeightStore):
         info = self.index[name]
         if not _is_slice(info) or info.get("dtype") is None:
             return False
-        return self._slices(info).dtype(info.get("weight_name", name)) != dtype_named(info["dtype"])
+        return self._slices(info).dtype(self._slice_name(name, info)) != dtype_named(info["dtype"])
 
     def _raw_file(self, name: str) -> str:
         if self.save_folder is None:
@@ -188,6 +198,29 @@ class OffloadedWeightsLoader(WeightStore):
         if home not in self._raw_files:
             self._raw_files[home] = stored_raw_file(self.save_folder, home)
         return self._raw_files[home]
+
+    def _as_announced(self, name: str, info: Mapping[str, Any], shared: torch.Tensor) -> torch.Tensor:
+        """A tensor that was mapped before; one that is tied to another may not claim another layout than it has."""
+        if "same_as" in info and self._raw_layout(name, info) != (shared.shape, shared.dtype):
+            raise ValueError(
+                f"the offload index says that {name!r} is the same as {info['same_as']!r}, but of another shape or dtype"
+            )
+        return shared
+
+    def _raw_layout(self, name: str, info: Mapping[str, Any]) -> tuple[torch.Size, torch.dtype]:
+        try:
+            return layout_of_entry(info)
+        except ValueError as error:
+            raise ValueError(f"the entry of {name!r} in the offload index is damaged: {error}") from error
+
+    def _slice_name(self, name: str, info: Mapping[str, Any]) -> str:
+        """What the tensor is called in its safetensors file, which has to hold it."""
+        inside = str(info.get("weight_name", name))
+        if inside not in self._slices(info):
+            raise ValueError(
+                f"the offload index says that {name!r} is {inside!r} in {self._place_of(info)}, but it is not there"
+            )
+        return inside
 
     def _slices(self, info: Mapping[str, Any]) -> SafetensorsStore:
         file = self._place_of(info)

@@ -35,6 +35,7 @@ _BY_SAFETENSORS_NAME: dict[str, torch.dtype] = {
 _TWO_IN_A_BYTE = (
     "F4"  # torch's shapes count the bytes, those of the format the numbers, along the last dimension
 )
+_LARGEST_SIZE = 2**63 - 1
 _SAFETENSORS_NAME_OF = {dtype: short for short, dtype in _BY_SAFETENSORS_NAME.items()}
 
 
@@ -64,6 +65,8 @@ def layout_of_safetensors(shape: Sequence[int], name: str) -> tuple[torch.Size, 
         raise ValueError(
             f"the safetensors dtype {name!r} has no counterpart in torch {torch.__version__}"
         ) from None
+    if any(size > _LARGEST_SIZE for size in shape):
+        raise ValueError(f"torch cannot hold the shape {tuple(shape)}")
     if name != _TWO_IN_A_BYTE:
         return torch.Size(shape), dtype
     if not shape or shape[-1] % 2:

@@ -6,36 +6,29 @@
 do. An entry may instead point into a safetensors file: `{"safetensors_file": PATH, "weight_name": NAME, "dtype":
 "bfloat16"}` (the last two are optional).
 Files are replaced, never rewritten, so that a model which mapped them before keeps its own weights. Every writer stages
-under a name of its own, and the index is merged under a lock, so that several processes and threads may write at once.
+under a name of its own (stores/locking.py), and the index is merged under a lock, so that several processes and threads may
+write at once.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import logging
 import math
 import os
-import secrets
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
 from acc_bigmodel.stores.dtypes import dtype_named
+from acc_bigmodel.stores.locking import locked, replacing
 from acc_bigmodel.stores.safetensors import write_bytes
-
-if sys.platform == "win32":
-    import msvcrt
-else:
-    import fcntl
-
-logger = logging.getLogger(__name__)
+from acc_bigmodel.stores.strict_json import parse_json
 
 INDEX_FILE = "index.json"
 LOCK_FILE = ".index.lock"
+_TOO_MANY = 2**60  # elements: more than torch could count the bytes of
 
 
 def raw_file(folder: str | os.PathLike[str], name: str) -> str:
@@ -57,12 +50,26 @@ def home_of(name: str, info: Mapping[str, Any]) -> str:
     return str(info.get("same_as", name))
 
 
+def layout_of_entry(info: Mapping[str, Any]) -> tuple[torch.Size, torch.dtype]:
+    """The shape and dtype in the index entry of a raw file; ValueError for an entry that has none, or an impossible one."""
+    shape = info.get("shape")
+    whole = isinstance(shape, (list, tuple)) and all(type(size) is int and size >= 0 for size in shape)
+    if shape is None or not whole or math.prod(size or 1 for size in shape) >= _TOO_MANY:
+        raise ValueError(f"the shape is {shape!r}, but must be a list of sizes")
+    if not isinstance(info.get("dtype"), (str, torch.dtype)):
+        raise ValueError(f"the dtype is {info.get('dtype')!r}, but must be a name like 'bfloat16'")
+    return torch.Size(shape), dtype_named(info["dtype"])
+
+
 def read_raw(file: str | os.PathLike[str], info: Mapping[str, Any]) -> torch.Tensor:
     """The tensor in a raw file, mapped; `info` has its "dtype" (a name) and "shape".
 
     Raises FileNotFoundError, or ValueError when the file has another size than `info` says.
     """
-    dtype, shape = dtype_named(info["dtype"]), torch.Size(info["shape"])
+    try:
+        shape, dtype = layout_of_entry(info)
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(file)}: its entry in the offload index is damaged: {error}") from error
     nbytes = math.prod(shape) * dtype.itemsize
     found = os.path.getsize(file)
     if found < nbytes or (nbytes and found > nbytes):
@@ -83,30 +90,21 @@ def write_raw(tensor: torch.Tensor, file: str) -> None:
         write_bytes(out, tensor)
 
 
-@contextlib.contextmanager
-def replacing(file: str | os.PathLike[str]) -> Iterator[str]:
-    """A name to write to, nobody else's, which becomes `file` at the end; on an exception it goes, and `file` stays."""
-    staged = os.path.join(os.path.dirname(file), f".{os.getpid()}-{secrets.token_hex(8)}.writing")
-    try:
-        yield staged
-        os.replace(staged, file)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(staged)
-        raise
-
-
 def read_offload_index(folder: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
     """The index of an offload folder; FileNotFoundError or ValueError when there is no usable one."""
     file = Path(folder) / INDEX_FILE
     if not file.is_file():
         raise FileNotFoundError(f"{folder} is not an offload folder: it has no {INDEX_FILE}")
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parse_json(file.read_bytes())
     except ValueError as error:
         raise ValueError(f"{file} is not a JSON file: {error}") from error
     if not isinstance(content, dict) or not all(isinstance(info, dict) for info in content.values()):
         raise ValueError(f"{file} is not an offload index: it must map tensor names to what they are")
+    for name, info in content.items():
+        for key in ("safetensors_file", "weight_name", "same_as"):
+            if not isinstance(info.get(key, ""), str):
+                raise ValueError(f"{file}: {key!r} of {name!r} must be a name, got {info[key]!r}")
     return content
 
 
@@ -121,7 +119,7 @@ def merge_index(
     is_stale: Callable[[str, Mapping[str, Any]], bool] | None = None,
 ) -> None:
     """Merge `index` into the folder's, which is replaced whole; earlier entries that `is_stale(name, info)` go."""
-    with _locked(folder):
+    with locked(folder, LOCK_FILE):
         known = known_entries(folder)
         kept = {name: info for name, info in known.items() if is_stale is None or not is_stale(name, info)}
         merged = {**kept, **index}
@@ -146,42 +144,3 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def _without_slashes(name: str) -> str:
     return name.replace("/", "%2F").replace(os.sep, "%5C")
-
-
-@contextlib.contextmanager
-def _locked(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """One writer of the index at a time, among threads and processes; a killed one holds nothing."""
-    path = os.path.join(folder, LOCK_FILE)
-    while True:
-        with open(path, "a+b") as file:  # closing it releases the lock
-            _lock(file)
-            if not _is_file(path, file):
-                continue  # the one before took it away
-            try:
-                yield
-            finally:
-                with contextlib.suppress(FileNotFoundError, PermissionError):  # Windows keeps an open file
-                    os.unlink(path)
-            return
-
-
-def _lock(file: BinaryIO) -> None:
-    if sys.platform == "win32":
-        file.seek(0)
-        msvcrt.locking(file.fileno(), msvcrt.LK_LOCK, 1)
-    else:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            logger.warning(
-                "%s cannot be locked (%s): entries of others that offload there now may be lost",
-                file.name,
-                error,
-            )
-
-
-def _is_file(path: str, file: BinaryIO) -> bool:
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
-    except FileNotFoundError:
-        return False

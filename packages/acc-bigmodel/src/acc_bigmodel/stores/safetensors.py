@@ -15,7 +15,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from acc_bigmodel.stores.dtypes import layout_of_safetensors, safetensors_name, safetensors_shape
+from acc_bigmodel.stores.pieces import in_pieces
 from acc_bigmodel.stores.store import FileSlice, ReplacedFileError, WeightStore, file_identity
+from acc_bigmodel.stores.strict_json import parse_json
 
 _ALIGNMENT_BYTES = 8
 
@@ -36,11 +38,12 @@ class SafetensorsStore(WeightStore):
             self._handle: Any = safe_open(self.file, framework="pt")
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{self.file} is not a whole safetensors file: {error}") from error
-        names: list[str] = list(self._handle.keys())
-        self.metadata: dict[str, str] = dict(self._handle.metadata() or {})
-        self._home = dict(zip(names, names, strict=True))
+        header = self._read_header()
+        self.metadata: dict[str, str] = header.pop("__metadata__", {}) or {}  # it may be null
+        self._entries = header
+        self._home = dict(zip(header, header, strict=True))
         for name, other in self.metadata.items():
-            if other in self._home and name not in self._home:
+            if other in header and name not in header and name != "format":
                 self._home[name] = other
         self._layout: dict[str, tuple[torch.Size, torch.dtype]] = {}
 
@@ -53,7 +56,14 @@ class SafetensorsStore(WeightStore):
     def __getitem__(self, name: str) -> torch.Tensor:
         home = self._home[name]
         self._layout_of(home)  # of a dtype that torch does not have, the error should say so
-        tensor: torch.Tensor = self._handle.get_tensor(home)
+        try:
+            tensor: torch.Tensor = self._handle.get_tensor(home)
+        except (
+            SafetensorError,
+            RuntimeError,
+            TypeError,
+        ) as error:  # a shape of no elements that torch cannot hold
+            raise ValueError(f"{name!r} in {self.file} cannot be read: {error}") from error
         return tensor
 
     def __iter__(self) -> Iterator[str]:
@@ -80,16 +90,34 @@ class SafetensorsStore(WeightStore):
     def is_at_hand(self, name: str) -> bool:
         return name in self._home
 
+    def is_mapped(self, name: str) -> bool:
+        return name in self._home
+
     def _layout_of(self, name: str) -> tuple[torch.Size, torch.dtype]:
         layout = self._layout.get(name)
         if layout is None:
-            entry = self._handle.get_slice(self._home[name])
+            entry = self._entries[self._home[name]]
             try:
-                layout = layout_of_safetensors(entry.get_shape(), entry.get_dtype())
+                layout = layout_of_safetensors(entry["shape"], entry["dtype"])
             except ValueError as error:
                 raise ValueError(f"{name!r} in {self.file}: {error}") from error
             self._layout[name] = layout
         return layout
+
+    def _read_header(self) -> dict[str, dict[str, Any]]:
+        """The header that the library has checked: sizes, dtypes and offsets fit each other and the file."""
+        with open(self.file, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            text = file.read(length)
+        try:
+            header: dict[str, dict[str, Any]] = parse_json(text)
+        except ValueError as error:
+            raise ValueError(
+                f"{self.file} is not a whole safetensors file: in its header, {error}"
+            ) from error
+        if file_identity(self.file) != self.identity:
+            raise ReplacedFileError(f"{self.file} was replaced while it was opened; open it again")
+        return header
 
 
 def _open_again(file: str, identity: tuple[int, ...]) -> SafetensorsStore:
@@ -116,11 +144,15 @@ def check_format(store: SafetensorsStore) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One tensor to be written: its layout, and how to get it when its turn comes."""
+    """One tensor to be written: its layout, how to get it when its turn comes, and what to do with each part written.
+
+    What is read in another dtype is converted, a piece at a time.
+    """
 
     shape: torch.Size
     dtype: torch.dtype
     read: Callable[[], torch.Tensor]
+    written: Callable[[torch.Tensor], None] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -168,11 +200,17 @@ def write_safetensors(
 
 def _write_entry(out: BinaryIO, name: str, entry: Entry) -> None:
     tensor = entry.read().detach()
-    if tensor.shape != entry.shape or tensor.dtype != entry.dtype:
+    if tensor.shape != entry.shape:
         raise ValueError(
-            f"{name!r} was announced as {entry.dtype} {tuple(entry.shape)} but is {tensor.dtype} {tuple(tensor.shape)}"
+            f"{name!r} was announced with the shape {tuple(entry.shape)} but has {tuple(tensor.shape)}"
         )
-    write_bytes(out, tensor)
+    if entry.written is None and tensor.dtype == entry.dtype:
+        write_bytes(out, tensor)
+        return
+    for (piece,) in in_pieces(tensor):
+        write_bytes(out, piece.to(entry.dtype))
+        if entry.written is not None:
+            entry.written(piece)
 
 
 def write_bytes(out: BinaryIO, tensor: torch.Tensor) -> None:

@@ -18,6 +18,7 @@ import os
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -45,8 +46,11 @@ class ReplacedFileError(RuntimeError):
 class WeightStore(Mapping[str, torch.Tensor]):
     """A lazy `Mapping[str, Tensor]`: `store[name]` reads (or maps) one tensor, the methods below read none.
 
-    Every method raises KeyError for a name that the store does not hold.
+    Every method raises KeyError for a name that the store does not hold. `others` are entries of the file that are no
+    tensors, by name.
     """
+
+    others: Mapping[str, Any] = MappingProxyType({})
 
     @abstractmethod
     def shape(self, name: str) -> torch.Size:
@@ -70,6 +74,14 @@ class WeightStore(Mapping[str, torch.Tensor]):
 
     def is_at_hand(self, name: str) -> bool:  # noqa: ARG002
         """Whether reading the tensor takes no time, as when it is in memory or mapped: fetching it ahead wins nothing."""
+        return False
+
+    def peek(self, name: str) -> torch.Tensor:
+        """The tensor to be read once and not kept: mapped where `store[name]` would be a copy."""
+        return self[name]
+
+    def is_mapped(self, name: str) -> bool:  # noqa: ARG002
+        """Whether `peek(name)` is a part of a mapped file, whose pages can be given back when they have been read."""
         return False
 
 
@@ -116,6 +128,7 @@ class ChainedStore(WeightStore):
 
     def __init__(self, stores: Sequence[WeightStore], homes: Mapping[str, WeightStore] | None = None) -> None:
         self.stores = tuple(stores)
+        self.others = {name: value for store in self.stores for name, value in store.others.items()}
         self._home: dict[str, WeightStore] = dict(homes or {})
         if homes is not None:
             return
@@ -151,3 +164,9 @@ class ChainedStore(WeightStore):
 
     def is_at_hand(self, name: str) -> bool:
         return self._home[name].is_at_hand(name)
+
+    def peek(self, name: str) -> torch.Tensor:
+        return self._home[name].peek(name)
+
+    def is_mapped(self, name: str) -> bool:
+        return self._home[name].is_mapped(name)

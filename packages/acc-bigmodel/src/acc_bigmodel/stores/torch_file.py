@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import pickle
 import struct
@@ -28,7 +29,7 @@ _UNREADABLE = (
 
 
 class TorchFileStore(MemoryStore):
-    """The tensors of a state dict written by torch.save; `others` are the names of entries that are no tensors.
+    """The tensors of a state dict written by torch.save; `others` are the entries that are no tensors.
 
     A tensor is a copy each time it is asked for: torch.save writes over a file in place, and who had mapped it would be
     left without weights. Only plain data is read (`weights_only=True`). Raises FileNotFoundError, or ValueError for a file
@@ -49,10 +50,10 @@ class TorchFileStore(MemoryStore):
                 f"{self.file} holds a {type(content).__name__}, not a state dict (names -> tensors)"
             )
         tensors = {name: value for name, value in content.items() if isinstance(value, torch.Tensor)}
-        self.others = [str(name) for name in content if name not in tensors]
+        self.others = {str(name): value for name, value in content.items() if name not in tensors}
         if self.others and not tensors:
             raise ValueError(
-                f"{self.file} holds no tensors but {', '.join(map(repr, self.others[:5]))}; if the state dict is nested "
+                f"{self.file} holds no tensors but {', '.join(map(repr, list(self.others)[:5]))}; if the state dict is nested "
                 "in one of them, save that one on its own"
             )
         self._first: dict[str, str] = {}
@@ -61,15 +62,22 @@ class TorchFileStore(MemoryStore):
             _check_plain(self.file, name, tensor)
             view = (tensor.data_ptr() or name, tensor.dtype, tensor.shape, tensor.stride())
             self._first[name] = first_with.setdefault(view, name)
+        if self._is_mapped:
+            _check_storages(self.file, tensors)
         super().__init__(tensors)
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        tensor = self.peek(name)
+        return tensor.detach().clone() if self._is_mapped else tensor
+
+    def peek(self, name: str) -> torch.Tensor:
         tensor = self.tensors[name]
-        if not self._is_mapped:
-            return tensor
-        if not os.path.exists(self.file) or file_identity(self.file) != self._identity:
+        if self._is_mapped and not self._is_untouched():
             raise ReplacedFileError(f"{self.file} was written to after it was opened; open it again")
-        return tensor.detach().clone()
+        return tensor
+
+    def is_mapped(self, name: str) -> bool:
+        return name in self.tensors and self._is_mapped
 
     def __repr__(self) -> str:
         return f"TorchFileStore({self.file!r})"
@@ -79,6 +87,9 @@ class TorchFileStore(MemoryStore):
 
     def is_at_hand(self, name: str) -> bool:
         return name in self.tensors and not self._is_mapped
+
+    def _is_untouched(self) -> bool:
+        return os.path.exists(self.file) and file_identity(self.file) == self._identity
 
 
 def read_torch_file(file: str, mapped: bool = False) -> Any:
@@ -101,3 +112,44 @@ def _check_plain(file: str, name: object, tensor: torch.Tensor) -> None:
         raise ValueError(f"{file} has a tensor called {name!r}, a {type(name).__name__}: names must be text")
     if tensor.layout is not torch.strided:
         raise ValueError(f"{name!r} in {file} is a tensor of layout {tensor.layout}; save its to_dense()")
+
+
+def _check_storages(file: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise ValueError unless the memory behind each tensor is one record of the file, as a whole.
+
+    The sizes of storages stand in the pickle: one that lies about them would get bytes of other tensors, or of no tensor.
+    """
+    try:
+        sizes = _record_sizes(file)
+    except (*_UNREADABLE, zipfile.BadZipFile) as error:
+        raise ValueError(f"{file} is a damaged zip archive: {error}") from error
+    storages = [
+        (storage.data_ptr(), storage.nbytes(), name)
+        for name, tensor in tensors.items()
+        if (storage := tensor.untyped_storage()).nbytes()
+    ]
+    if not storages:
+        return
+    wrong = storages[0][2]
+    # where the mapping begins is not known: try with which record the first one fits
+    for offset, size in sizes.items():
+        base = storages[0][0] - offset
+        if size != storages[0][1] or base % mmap.PAGESIZE:
+            continue
+        wrong = next((name for at, size, name in storages if sizes.get(at - base) != size), "")
+        if not wrong:
+            return
+    raise ValueError(f"{wrong!r} in {file} is said to have another size than it has; the file is damaged")
+
+
+def _record_sizes(file: str) -> dict[int, int]:
+    """The bytes of the records of a zip file that are not compressed, by where their content starts."""
+    sizes = {}
+    with zipfile.ZipFile(file) as archive, open(file, "rb") as content:
+        for record in archive.infolist():
+            # APPNOTE.TXT, 4.3.7: the lengths of the name and of the extra field
+            content.seek(record.header_offset + 26)
+            name_bytes, extra_bytes = struct.unpack("<HH", content.read(4))
+            if record.compress_type == zipfile.ZIP_STORED:
+                sizes[record.header_offset + 30 + name_bytes + extra_bytes] = record.file_size
+    return sizes

@@ -1,0 +1,83 @@
+"""Loading on several ranks at once; with real processes in integration-tests/test_bigmodel_broadcast.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from acc_bigmodel import load_checkpoint_in_model, save_weights
+from acc_bigmodel.load_together import BroadcastStore, together
+from acc_ops.testing import run_threads
+from acc_ops.world import current_world
+
+
+@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_rank_0_reads_for_all(
+    tied_model: nn.Module, new_model: Callable[[], nn.Module], tmp_path: Path, size: int, safe: bool
+) -> None:
+    save_weights(tied_model.state_dict(), tmp_path, "model", "0.3KB", safe)
+    models = [new_model() for _ in range(size)]
+
+    def load() -> None:
+        world = current_world()
+        checkpoint = tmp_path if world.is_main else tmp_path / "nowhere"
+        report = load_checkpoint_in_model(
+            models[world.rank], checkpoint, strict=True, broadcast_from_rank0=True
+        )
+        assert report.loaded.keys() == tied_model.state_dict().keys()
+
+    run_threads(size, load)
+    wanted = tied_model.state_dict()
+    for model in models:
+        assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
+        assert model.embed.weight is model.head.weight
+
+
+def test_only_what_some_rank_needs_is_sent(tmp_path: Path) -> None:
+    state = {name: torch.full((3,), float(i)) for i, name in enumerate("abcd")}
+    save_weights(state, tmp_path, "model")
+    wanted = {0: ["a"], 1: ["c", "a"], 2: []}
+
+    def receive() -> dict[str, torch.Tensor]:
+        world = current_world()
+        store = BroadcastStore(tmp_path, world)
+        assert list(store) == list(state)
+        assert (store.shape("d"), store.dtype("d"), store.nbytes("d")) == ((3,), torch.float32, 12)
+        store.receive(wanted[world.rank])
+        return store._received
+
+    for received in run_threads(3, receive)[1:]:
+        assert received.keys() == {"a", "c"}
+        assert all(torch.equal(tensor, state[name]) for name, tensor in received.items())
+
+
+class Unpicklable(Exception):
+    def __init__(self, number: int, more: str) -> None:
+        super().__init__(f"{number} {more}")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (ValueError("bad file"), ValueError, "bad file"),
+        (Unpicklable(3, "times"), RuntimeError, "Unpicklable: 3 times"),
+    ],
+)
+def test_the_error_of_one_rank_is_raised_on_all(error: Exception, kind: type[Exception], text: str) -> None:
+    def work() -> int:
+        if current_world().rank == 1:
+            raise error
+        return current_world().rank
+
+    def run() -> str:
+        with pytest.raises(kind) as caught:
+            together(current_world(), work)
+        return str(caught.value)
+
+    assert run_threads(3, run) == [text] * 3
+    assert run_threads(3, lambda: together(current_world(), lambda: 7)) == [7, 7, 7]
