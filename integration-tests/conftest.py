@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from acc_ops.testing import use_test_profile
+
+use_test_profile()
 ROOT = Path(__file__).resolve().parent.parent
 # ops_data.py, ops_specs.py and ops_checks.py, architectures.py; processes that a test starts inherit the path.
 sys.path[:0] = [str(ROOT / "packages" / "acc-ops" / "tests"), str(ROOT / "integration-tests")]

@@ -180,6 +180,68 @@ def test_every_rank_raises_the_same_error_and_keeps_its_model(tmp_path):
         assert untouched, kind
 
 
+def _failing_on_rank_1(folder):
+    """What every rank raises, what it gets in the next collective, and whether its model is untouched, by what rank 1 does wrong."""
+    world, results = current_world(), {}
+    wrong = world.rank == 1
+    busy = os.path.join(folder, "a file")
+    open(busy, "a").close()
+    own = os.path.join(folder, f"off{world.rank}")
+    disk = {"": "disk"}
+    faults = {
+        "device": lambda load, model: load(model, {"": "cuda:7" if wrong else "cpu"}),
+        "no folder": lambda load, model: load(model, disk if wrong else {"": "cpu"}),
+        "folder": lambda load, model: load(model, disk, busy if wrong else own, dtype=torch.float16),
+        "map": lambda load, model: load(model, {"embed": "cpu"} if wrong else {"": "cpu"}),
+        "strict": lambda load, model: load(model, strict=wrong),
+        "dtype": lambda load, model: load(model, dtype="float31" if wrong else None),
+    }
+    for kind, fault in faults.items():
+        model = _model(empty=False)
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+        def load(model, device_map=None, offload_folder=None, **kwargs):
+            checkpoint = os.path.join(folder, "untied")
+            return load_checkpoint_in_model(
+                model, checkpoint, device_map, offload_folder, broadcast_from_rank0=True, **kwargs
+            )
+
+        with pytest.raises((ValueError, OSError)) as caught:
+            fault(load, model)
+        untouched = all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+        results[kind] = (str(caught.value), world.comm.all_gather_object(kind), untouched)
+    budgets = {"cpu": 10 if wrong else 10**6, "disk": 0}
+    with pytest.raises(ValueError, match="raise the budget"):
+        load_checkpoint_and_dispatch(
+            _model(), os.path.join(folder, "untied"), "auto", budgets, broadcast_from_rank0=True
+        )
+    return results
+
+
+def test_what_is_wrong_on_one_rank_is_an_error_on_all_which_stay_in_step(tmp_path):
+    state = _checkpoint(tmp_path / "untied")
+    untied = {**state, "head.weight": state["head.weight"] + 1}
+    save_weights(untied, tmp_path / "untied", "model")
+    results = run_processes(2, _failing_on_rank_1, str(tmp_path), timeout_s=LIMIT_S)
+    assert results[0] == results[1]
+    assert results[0].keys() == ERRORS_OF_RANK_1.keys()
+    for kind, (message, told, untouched) in results[0].items():
+        assert ERRORS_OF_RANK_1[kind] in message
+        assert told == [kind, kind]
+        assert untouched, kind
+    assert not list(tmp_path.glob("off0/*"))
+
+
+ERRORS_OF_RANK_1 = {
+    "device": "sends 'the whole model' to 'cuda:7'",
+    "no folder": "give an offload_folder",
+    "folder": "a file",
+    "map": "gives no device to",
+    "strict": "ties 'head.weight' to another name whose value differs",
+    "dtype": "'float31' is not a torch dtype",
+}
+
+
 def _sharded(folder):
     from torch.distributed.fsdp import fully_shard
 

@@ -125,8 +125,8 @@ def test_an_offload_killed_at_any_moment_never_gives_another_models_weights(tmp_
     for kill in range(KILLS):
         _kill_after(fork, _offload_for_ever, (str(tmp_path), 10 * kill), chance.uniform(0.0, 0.05))
         leftovers += any(name.endswith(".writing") for name in os.listdir(tmp_path))
-        for name, tensor in _held(tmp_path).items():
-            assert tensor.unique().numel() == 1, f"{name} holds bytes of two models"
+        held = {float(value) for tensor in _held(tmp_path).values() for value in tensor.unique()}
+        assert len(held) <= 1, f"the folder holds weights of the models {held}"
         model = disk_offload(_model(-1 - kill), tmp_path)
         assert all(bool((value == -1 - kill).all()) for value in model.state_dict().values())
     assert leftovers > 0, "no kill came in the middle of a write: this test has shown nothing"

@@ -18,6 +18,7 @@ from acc_bigmodel import (
 )
 from acc_ops import wait_for_everyone
 from acc_ops.testing import run_processes
+from acc_ops.world import current_world
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc/self/smaps_rollup")
 WIDTH, LAYERS = 1024, 10
@@ -67,3 +68,24 @@ def test_two_ranks_share_the_weights(how: str, tmp_path: Path) -> None:
     if how == "one offload folder":
         assert len(list((tmp_path / "shared").glob("*.dat"))) == LAYERS
         assert not list((tmp_path / "shared").glob(".*"))
+
+
+def _convert_and_run(folder: str) -> list[float]:
+    """What the weights are after each of some loads into one folder; all loads of this rank are of its own model."""
+    rank, seen = current_world().rank, set()
+    for _ in range(12):
+        with init_empty_weights():
+            model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(3)])
+        load_checkpoint_and_dispatch(
+            model, f"{folder}/{rank}", {"": "disk"}, dtype=torch.float64, offload_folder=f"{folder}/off"
+        )
+        seen |= {float(value) for tensor in model.state_dict().values() for value in tensor.unique()}
+    return sorted(seen)
+
+
+def test_two_ranks_convert_different_models_into_one_folder(tmp_path: Path) -> None:
+    for rank in range(2):
+        state = {f"{layer}.weight": torch.full((64, 64), float(rank)) for layer in range(3)}
+        save_weights(state, tmp_path / str(rank), "model")
+    assert run_processes(2, _convert_and_run, str(tmp_path)) == [[0.0], [1.0]]
+    assert len(list((tmp_path / "off").glob("*.safetensors"))) == 1

@@ -169,6 +169,19 @@ def _the_same_as_the_replicated_strategy() -> None:
     assert torch.equal(everyone[0], everyone[1])
 
 
+def _a_static_graph_accumulates() -> None:
+    rank = current_world().rank
+    options = DistributedDataParallelKwargs(static_graph=True)
+    strategy = choose_strategy(current_world(), Precision(), ddp_options=options)
+    (ddp,) = strategy.prepare(Bundle(models=[nn.Linear(1, 1)])).models
+    for _ in range(3):
+        for step in range(2):
+            with nullcontext() if step else strategy.without_sync(ddp):
+                strategy.backward(ddp(torch.full((1, 1), float(step + rank))).sum())
+        assert ddp.module.weight.grad.item() == 2
+        ddp.zero_grad()
+
+
 def _bf16_hook_on_gloo() -> None:
     options = DistributedDataParallelKwargs(comm_hook="bf16")
     strategy = choose_strategy(current_world(), Precision(), ddp_options=options)
@@ -187,6 +200,7 @@ def test_what_only_processes_can_show() -> None:
             _hooks_compress_and_still_average,
             _buffers_follow_rank_0_unless_told_otherwise,
             _the_same_as_the_replicated_strategy,
+            _a_static_graph_accumulates,
             _bf16_hook_on_gloo,
         ],
     )

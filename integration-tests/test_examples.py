@@ -95,3 +95,14 @@ def test_runs_in_one_process_take_nothing_over(said):
     assert accuracy > 0.93
     assert again == folds[0]
     assert in_bf16 == pytest.approx(folds[0], abs=10)
+
+
+def test_a_model_runs_within_a_fraction_of_its_memory(said, tmp_path):
+    lines = said("run_larger_than_memory.py").splitlines()
+    cpu, disk = (next(line for line in lines if line.startswith(device)) for device in ("cpu", "disk"))
+    assert numbers(cpu)[0] <= numbers(cpu)[1] == 100
+    assert numbers(disk)[0] > 300
+    assert (tmp_path / "placement.svg").read_text().startswith("<svg")
+    size, grown, apart = (float(number) for number in re.findall(r"\d+(?:\.\d+)?|nan", lines[-1]))
+    assert apart == 0
+    assert not grown >= 0.2 * size  # not a number where the system does not say

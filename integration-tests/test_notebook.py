@@ -82,3 +82,25 @@ print("both")
 """
     done = _run(code, tmp_path)
     assert (done.returncode, done.stdout) == (0, "both\n"), done.stderr
+
+
+def test_a_free_port_is_chosen_with_restarts_too(tmp_path):
+    call = "notebook_launcher(work, (sys.argv[1],), num_processes=2, use_port=0, max_restarts=1)"
+    done = _run(call, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / f"rank_{rank}").read_text() for rank in range(2)] == ["[0, 1] no"] * 2
+
+
+@pytest.mark.parametrize(
+    "launch", ["debug_launcher(stop)", "notebook_launcher(stop, (), 2, use_port=0, max_restarts=1)"]
+)
+def test_an_interrupted_rank_has_not_succeeded(launch):
+    code = f"""
+def stop():
+    if os.environ["RANK"] == "1":
+        raise KeyboardInterrupt
+{launch}
+"""
+    done = _run(code)
+    assert done.returncode != 0
+    assert "was interrupted (KeyboardInterrupt) before its function had ended" in done.stderr

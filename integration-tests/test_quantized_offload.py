@@ -12,8 +12,10 @@ from torch import nn
 from acc_bigmodel import (
     dispatch_model,
     init_empty_weights,
+    load_checkpoint_in_model,
     quantize_and_offload_8bit,
     save_offload_index,
+    save_weights,
 )
 from acc_ops.devices import present_kind
 
@@ -58,4 +60,25 @@ def test_a_model_of_8_bit_weights_runs_from_a_folder_as_from_memory(tmp_path: Pa
     assert all(tensor.is_meta for tensor in model.parameters())
     dispatch_model(model, {"": "disk"}, main_device=device(), offload_dir=str(tmp_path), offload_index=index)
     for _ in range(3):
+        torch.testing.assert_close(model(x), expected)
+
+
+def test_a_checkpoint_of_16_bit_weights_is_loaded_to_a_folder_in_8_bits(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    weights = {
+        name: torch.randn(parameter.shape, dtype=torch.float16)
+        for name, parameter in build().named_parameters()
+    }
+    save_weights(weights, tmp_path, "model")
+    x = torch.randn(4, 32, dtype=torch.float16, device=device())
+    expected = build(weights)(x)
+
+    model, folder = build(), tmp_path / "off"
+    report = load_checkpoint_in_model(
+        model, tmp_path, {"": "disk"}, folder, dtype=torch.float16, offload_8bit_bnb=True, strict=True
+    )
+    assert report.written_bytes == 3 * (32 * 32 + 32 * 4)  # the values, and a float for each row
+    assert {name for name in report.index if name.endswith(".SCB")} == {f"{layer}.SCB" for layer in range(3)}
+    dispatch_model(model, {"": "disk"}, main_device=device(), offload_dir=folder)
+    for _ in range(2):
         torch.testing.assert_close(model(x), expected)

@@ -66,3 +66,8 @@ def test_nothing_imports_the_library_we_answer_for(root: Path) -> None:
         if "acc-compat" not in p.parts and pattern.search(p.read_text())
     ]
     assert offenders == []
+
+
+@pytest.mark.parametrize("folder", [*(f"packages/{name}/tests" for name in PACKAGES), "integration-tests"])
+def test_all_tests_draw_their_examples_by_one_profile(root: Path, folder: str) -> None:
+    assert "\nuse_test_profile()\n" in (root / folder / "conftest.py").read_text()

@@ -24,6 +24,31 @@ RAN_WITH = {  # tracker -> version of its library with which integration-tests/t
     "trackio": "trackio 0.43.0, local",
     "wandb": "wandb 0.31.0, offline",
 }
+VARIABLES = {  # that no option declares
+    "ACCELERATE_BYPASS_DEVICE_MAP": "`prepare` takes models that a device map has spread over several devices, on several processes too",
+    "ACCELERATE_DEBUG_RDV_FILE": "file through which the ranks of `PrepareForLaunch(debug=True)` meet",
+    "ACCELERATE_ENABLE_RICH": "`is_rich_available()` says yes where rich is installed",
+    "ACCELERATE_INIT_INCLUDE_BUFFERS": "`init_empty_weights` leaves buffers without memory too",
+    "ACCELERATE_LOG_LEVEL": "level of the loggers of `get_logger`",
+    "ACC_COMPAT": "`import accelerate` means acc in this process and its children; `force`: in place of an installed accelerate",
+    "ACC_TRY_FAKE_ACCELERATOR": "the fake accelerator of the tests is set up with a torch it was not tried with",
+    "CLEARML_PROJECT": "project of the ClearML tracker",
+    "CLEARML_TASK": "task of the ClearML tracker",
+    "FORK_LAUNCHED": "set by the notebook launcher in the processes that it forks",
+    "HF_HOME": "folder whose `accelerate/default_config.yaml` is read",
+    "MLFLOW_EXPERIMENT_NAME": "experiment of the MLflow tracker",
+    "MLFLOW_NESTED_RUN": "the MLflow run is nested in one that is active",
+    "MLFLOW_RUN_ID": "MLflow run that goes on",
+    "MLFLOW_TAGS": "tags of the MLflow run, as JSON",
+    "NODE_RANK": "this machine among those of `PrepareForLaunch`",
+    "NPROC": "processes on each of these machines",
+    "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT": "who a process is, set by launchers; "
+    "where they are absent, those of MPI and SLURM (`acc_ops.ranks`) are read",
+    "ACCELERATE_USE_MEGATRON_LM": "`is_megatron_lm_available()` says yes where megatron-core is installed",
+    "CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES, ROCR_VISIBLE_DEVICES": "which GPUs a process sees; so with the other device kinds' own",
+    "USE_TORCH_XLA": "`0`: torch_xla is not used, also where it is installed",
+}
+READERS = re.compile(r'(?:parse_\w+_from_env|get_int_from_env|_is_asked_for)\(\s*\[?"([A-Z][A-Z0-9_]+)"')
 GENERATED = "<!-- written by `hatch run docs`; change the declarations, not this page -->\n\n"
 
 
@@ -44,7 +69,7 @@ def main() -> None:
         if not arguments.check:
             path.write_text(text)
     problems = [f"docs/{name} is out of date: run `hatch run docs`" for name in stale if arguments.check]
-    problems += [*broken_links(), *unexplained_files()]
+    problems += [*broken_links(), *unexplained_files(), *unlisted_variables()]
     for problem in problems:
         print(problem)
     print(f"{len(pages())} generated pages, {len(stale)} {'out of date' if arguments.check else 'written'}")
@@ -84,6 +109,9 @@ def options_page() -> str:
     for owner in option_classes():
         summary = (owner.__doc__ or "").strip().splitlines()[0]
         parts += [f"## {owner.__name__}", summary, as_table(owner, COLUMNS).rstrip()]
+    rows = ["| environment | meaning |", "| --- | --- |"]
+    rows += [f"| `{name}` | {meaning} |" for name, meaning in VARIABLES.items()]
+    parts += ["## Variables that no option declares", "\n".join(rows)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -95,6 +123,15 @@ def option_classes() -> list[type]:
 
     named = [getattr(acc_plugins, name) for name in acc_plugins.__all__]
     return [WatchOptions] + [c for c in named if isinstance(c, type) and is_dataclass(c) and options_of(c)]
+
+
+def unlisted_variables() -> Iterator[str]:
+    """Variables that our code reads by name and docs/options.md does not have."""
+    listed = set(re.findall(r"[A-Z][A-Z0-9_]+", options_page()))
+    for package in packages():
+        for path in sorted((package.folder / "src").rglob("*.py")):
+            for name in sorted(set(READERS.findall(path.read_text())) - listed):
+                yield f"{path.relative_to(ROOT)}: it reads {name}, which no option declares; say what it means in VARIABLES of tools/docs.py"
 
 
 def unexplained_files() -> Iterator[str]:

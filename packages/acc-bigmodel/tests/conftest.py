@@ -12,6 +12,9 @@ from torch import nn
 
 from acc_bigmodel import init_empty_weights, save_weights
 from acc_ops.fake_accelerator import FakeAccelerator, FakeAcceleratorUnavailable, fake_accelerator
+from acc_ops.testing import use_test_profile
+
+use_test_profile()
 
 
 class TiedModel(nn.Module):

@@ -11,7 +11,7 @@ from acc_bigmodel.atoms import group_atoms
 from acc_bigmodel.balance import balanced_loads
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(st.integers(0, 9), min_size=1, max_size=8),
     st.lists(st.integers(0, 40), min_size=1, max_size=4),

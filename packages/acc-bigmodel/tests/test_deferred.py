@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from acc_bigmodel import empty, init_empty_weights, init_on_device
+from acc_bigmodel import deferred, empty, init_empty_weights, init_on_device
 
 FAR = 500_000  # FAR x FAR numbers are a terabyte
 
@@ -48,6 +48,10 @@ HUGE: dict[str, Callable[[], nn.Module]] = {
     "filled": lambda: holding(torch.empty(size=(FAR, FAR)).normal_(0, 0.02).mul_(3)),
     "filled as a parameter": lambda: holding(nn.init.xavier_uniform_(nn.Parameter(torch.empty(FAR, FAR)))),
     "initialised": lambda: holding(nn.init.kaiming_normal_(torch.empty(FAR, FAR))),
+    "identity": lambda: holding(torch.eye(FAR)),
+    "drawn": lambda: holding(torch.normal(0.0, 0.02, (FAR, FAR))),
+    "cast": lambda: holding(torch.rand(FAR, FAR).half().to(torch.bfloat16)),
+    "rearranged": lambda: holding(torch.linspace(0, 1, FAR * FAR).view(FAR, FAR).T[None].clone().data),
     "initialised when registered": lambda: truncated(holding(torch.empty(FAR, FAR))),
 }
 
@@ -114,6 +118,16 @@ def filled_after_use() -> tuple[torch.Tensor, torch.Tensor]:
     return one, two
 
 
+def filled_through_views() -> tuple[torch.Tensor, ...]:
+    one = torch.zeros(2, 3)
+    one.view(6)[:4].fill_(2)
+    two = one.t()
+    three = one + 1
+    two.zero_()
+    four = torch.ones(4).view(2, 2).fill_(5)
+    return one, two, three, four.T
+
+
 BUILT: dict[str, Callable[[], Any]] = {
     "zeros": lambda: torch.zeros(3),
     "integers": lambda: torch.zeros(2, 2, dtype=torch.long).add_(3),
@@ -140,6 +154,9 @@ BUILT: dict[str, Callable[[], Any]] = {
     "size that changes": size_that_changes,
     "of two": lambda: torch.ones(3) + torch.full((3,), 2.0),
     "filled after use": filled_after_use,
+    "filled through views": filled_through_views,
+    "identity": lambda: (torch.eye(3), torch.eye(2, 3, dtype=torch.int64)),
+    "spread": lambda: (torch.linspace(0, 1, 5), torch.normal(2.0, 0.0, (2, 2))),
     "looked into": lambda: torch.ones(3) if bool(torch.zeros(1).eq(0)) else torch.zeros(3),
     "device": lambda: torch.arange(3, device=torch.zeros(2).device),
     "like": lambda: torch.zeros_like(torch.ones(2, 2)),
@@ -156,6 +173,14 @@ BUILT: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.fixture(params=["small", "large"])
+def deferring(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As tensors are treated, small as they are, and as if they were large."""
+    if request.param == "large":
+        monkeypatch.setattr(deferred, "_SMALL_BYTES", 1)
+
+
+@pytest.mark.usefixtures("deferring")
 @pytest.mark.parametrize("where", ["buffer", "attribute", "list"])
 @pytest.mark.parametrize("kind", BUILT)
 def test_what_is_no_parameter_is_as_it_is_outside(kind: str, where: str) -> None:
@@ -259,12 +284,13 @@ def test_a_real_context_inside_makes_real_tensors_and_sees_values() -> None:
     assert after.weight.is_meta
 
 
-def test_values_are_there_after_an_exception() -> None:
+def test_an_exception_passes_without_values_for_what_is_large() -> None:
     held = []
     with pytest.raises(ZeroDivisionError), init_empty_weights():
-        held.append(torch.ones(2))
+        held += [torch.ones(2), torch.ones(FAR, FAR)]
         1 / 0
     assert held[0].tolist() == [1.0, 1.0]
+    assert held[1].is_meta
 
 
 def test_reset_parameters_is_skipped_for_the_first_time_only_and_only_where_it_fills() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -184,3 +186,30 @@ def test_the_work_of_planning_grows_with_the_modules_and_no_faster() -> None:  #
         return count_calls(lambda: infer_auto_device_map(model, max_memory=budgets))
 
     assert calls(40) < 9 * calls(5)
+
+
+def test_a_given_map_is_explained_as_given_and_says_what_it_streams() -> None:
+    model = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(3)])
+    placement = describe_device_map(model, {"": "disk", "0": "cpu"}, max_memory={"cpu": "1KiB"})
+    assert placement.why("1") == "1 is on disk: the device map says so; it takes 1.0 KiB there"
+    assert "Running it needs 1.0 KiB on cpu for what is streamed there." in placement.table()
+    assert "That is 1.0 KiB more than the budget of cpu." in placement.table()
+
+
+def test_classes_of_which_the_model_has_none_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    infer_auto_device_map(nn.Sequential(Block()), {"cpu": "1GB"}, no_split_module_classes=["Blok"])
+    assert "no_split_module_classes names Blok, but the model has no such module" in caplog.text
+    assert "Block" in caplog.text
+    caplog.clear()
+    infer_auto_device_map(nn.Sequential(Block()), {"cpu": "1GB"}, no_split_module_classes=["Block", "Vision"])
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("device_map", "said"),
+    [({0: "cpu"}, "the key 0, but keys are names"), ([("", "cpu")], "must map names of modules to devices")],
+)
+def test_what_is_no_map_of_names_is_refused(device_map: Any, said: str) -> None:
+    for ask in (check_device_map, describe_device_map):
+        with pytest.raises(ValueError, match=said):
+            ask(nn.Linear(2, 2), device_map)

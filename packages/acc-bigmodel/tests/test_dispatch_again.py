@@ -165,3 +165,34 @@ def test_a_chain_moves_its_inputs_and_has_models_without_weights(fake: FakeAccel
         assert first.weight.device.type == "cpu"
     hook.offload()
     assert last.weight.device.type == "cpu"
+
+
+@pytest.mark.parametrize("rest", ["cpu", "disk"])
+@pytest.mark.parametrize("how", ["dispatched", "loaded"])
+def test_a_tensor_stays_on_its_accelerator_although_others_of_its_module_come_and_go(
+    tied_model: nn.Module, empty_model: nn.Module, checkpoint: Path, tmp_path: Path,
+    tokens: torch.Tensor, fake: FakeAccelerator, rest: str, how: str,
+) -> None:  # fmt: skip
+    wanted = tied_model(tokens)
+    device_map = {"": 0, "layers.0.up.weight": rest, "layers.1.up.weight": rest, "layers.1.up.bias": 1}
+    if how == "loaded":
+        model = load_checkpoint_and_dispatch(empty_model, checkpoint, device_map)
+    else:
+        model = dispatch_model(tied_model, device_map, offload_dir=tmp_path / "off")
+    places = {name: weights_of(model).place(name) for name in model.state_dict()}
+    assert {name: place.device for name, place in places.items()} == {
+        name: device_map.get(name, 0) for name in places
+    }
+    assert {name for name, place in places.items() if place.is_offloaded} == device_map.keys() - {""}
+    assert model.layers[0].up.bias.device == fake.device
+    bias = model.layers[0].up.bias
+    for _ in range(2):
+        assert torch.allclose(model(tokens).cpu(), wanted)
+    assert model.layers[0].up.bias is bias
+    with torch.no_grad():
+        for name in ("layers.0.up.bias", "layers.1.up.bias"):
+            model.get_parameter(name).add_(1)
+    changed = {name: value.cpu().clone() for name, value in model.state_dict().items()}
+    remove_hook_from_module(model, recurse=True)
+    assert all(torch.equal(value.cpu(), changed[name]) for name, value in model.state_dict().items())
+    assert torch.equal(changed["layers.0.up.bias"], bias.cpu())

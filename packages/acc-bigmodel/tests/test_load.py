@@ -182,10 +182,11 @@ def test_for_the_disk_only_what_must_change_is_written(
     folder = tmp_path / "off"
     device_map = {"": "disk", "layers.0": "cpu"}
     report = load_checkpoint_in_model(empty_model, tmp_path, device_map, folder, dtype=dtype)
-    store = open_store(folder / "offloaded.safetensors")
+    (file,) = folder.glob("*.safetensors")
+    store = open_store(file)
     assert set(store) == {n for n, p in tied_model.named_parameters() if not n.startswith("layers.0")}
     assert all(store.dtype(name) == (dtype or torch.float32) for name in store)
-    assert report.written_bytes == (folder / "offloaded.safetensors").stat().st_size
+    assert report.written_bytes == file.stat().st_size
     assert set(report.index) == {*store, "head.weight"}
     assert empty_model.layers[1].up.weight.dtype == (dtype or torch.float32)
 
@@ -195,8 +196,6 @@ def test_the_disk_needs_a_folder_and_every_tensor_a_device(empty_model: nn.Modul
         load_checkpoint_in_model(empty_model, checkpoint, {"": "disk"})
     with pytest.raises(ValueError, match=r"no device to 'embed\.weight'"):
         load_checkpoint_in_model(empty_model, checkpoint, {"layers": "cpu", "norm": "cpu", "head": "cpu"})
-    with pytest.raises(ValueError, match="offload_8bit_bnb"):
-        load_checkpoint_in_model(empty_model, checkpoint, offload_8bit_bnb=True)
 
 
 @pytest.mark.parametrize("kind", ["auto", "balanced", "balanced_low_0", "sequential"])
@@ -359,3 +358,11 @@ def test_a_device_that_is_not_there_is_named_before_loading(empty_model: nn.Modu
     with pytest.raises(ValueError, match="'layers' to 'cuda:99', but this machine has"):
         load_checkpoint_and_dispatch(empty_model, checkpoint, {"": "cpu", "layers": "cuda:99"})
     assert all(parameter.is_meta for parameter in empty_model.parameters())
+
+
+@pytest.mark.parametrize("device_map", [None, {"": "cpu"}])
+def test_budgets_beside_a_given_map_are_said_to_have_no_effect(
+    empty_model: nn.Module, checkpoint: Path, device_map: dict | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    load_checkpoint_and_dispatch(empty_model, checkpoint, device_map=device_map, max_memory={"cpu": "1GB"})
+    assert "max_memory has no effect without a device_map to be made" in caplog.text

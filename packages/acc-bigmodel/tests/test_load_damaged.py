@@ -72,7 +72,7 @@ def write_index(folder: Path) -> Path:
     "write", [write_safetensors_file, write_torch_file, write_old_torch_file, write_index]
 )
 @pytest.mark.parametrize("dtype", [None, torch.float64])
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=120)
 @given(data=st.data())
 def test_a_damaged_file_loads_as_it_is_or_is_named_and_leaves_the_model_as_it_was(
     tmp_path_factory: pytest.TempPathFactory,
@@ -99,7 +99,7 @@ def test_a_damaged_file_loads_as_it_is_or_is_named_and_leaves_the_model_as_it_wa
     assert all(after[name].is_meta or torch.equal(after[name], before[name]) for name in tensors)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_a_damaged_offload_index_gives_its_tensors_or_an_error(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -13,6 +13,7 @@ from torch import nn
 
 from acc_bigmodel import (
     CheckpointMismatch,
+    OffloadedWeightsLoader,
     disk_offload,
     dispatch_model,
     load_checkpoint_and_dispatch,
@@ -79,10 +80,68 @@ def test_several_ranks_convert_into_one_folder_at_once(
             torch.equal(state[name], parameter.bfloat16())
             for name, parameter in tied_model.named_parameters()
         )
-    assert sorted(file.name for file in (tmp_path / "off").iterdir()) == [
-        "index.json",
-        "offloaded.safetensors",
-    ]
+    assert len(list((tmp_path / "off").glob("offloaded-*.safetensors"))) == 1
+    assert len(list((tmp_path / "off").iterdir())) == 2  # the index beside it
+
+
+def three_checkpoints(tmp_path: Path) -> list[Path]:
+    """Of models with the same names, filled with 0, 1 and 2."""
+    for number in range(3):
+        values = torch.full((3, 3), float(number))
+        save_weights({"0.weight": values, "1.weight": values}, tmp_path / str(number), "model")
+    return [tmp_path / str(number) for number in range(3)]
+
+
+def empty_layers() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(3, 3, bias=False, device="meta") for _ in range(2)))
+
+
+def test_models_that_are_converted_into_one_folder_at_once_run_with_their_own_weights(tmp_path: Path) -> None:
+    checkpoints, folder = three_checkpoints(tmp_path), tmp_path / "off"
+
+    def load_and_run() -> bool:
+        rank = current_world().rank
+        for _ in range(8):
+            model = load_checkpoint_and_dispatch(
+                empty_layers(), checkpoints[rank], {"": "disk"}, dtype=torch.bfloat16, offload_folder=folder
+            )
+            if any(
+                not torch.equal(value, torch.full_like(value, rank)) for value in model.state_dict().values()
+            ):
+                return False
+        return True
+
+    assert all(run_threads(3, load_and_run))
+
+
+def test_a_model_whose_converted_weights_another_replaced_is_refused_before_it_runs(tmp_path: Path) -> None:
+    first, second, _ = three_checkpoints(tmp_path)
+    model, folder = empty_layers(), tmp_path / "off"
+    report = load_checkpoint_in_model(model, first, {"": "disk"}, folder, dtype=torch.bfloat16)
+    other = load_checkpoint_in_model(empty_layers(), second, {"": "disk"}, folder, dtype=torch.bfloat16)
+    with pytest.raises(FileNotFoundError, match="there is no weights file"):
+        dispatch_model(model, {"": "disk"}, offload_dir=folder, offload_index=report.index)
+    model = dispatch_model(empty_layers().bfloat16(), {"": "disk"}, offload_index=other.index)
+    assert all(bool((value == 1).all()) for value in model.state_dict().values())
+
+
+def test_converted_weights_stay_as_long_as_the_index_names_one_of_them(tmp_path: Path) -> None:
+    first, *_ = three_checkpoints(tmp_path)
+    save_weights({"weight": torch.full((3, 3), 7.0)}, tmp_path / "7", "model")
+    folder = tmp_path / "off"
+    folder.mkdir()
+    (folder / "offloaded-mine.safetensors").write_bytes(b"of somebody else")
+    load_checkpoint_in_model(empty_layers(), first, {"": "disk"}, folder, dtype=torch.bfloat16)
+    layer = nn.Linear(3, 3, bias=False, device="meta")
+    for _ in range(2):
+        load_checkpoint_in_model(layer, tmp_path / "7", {"": "disk"}, folder, dtype=torch.bfloat16)
+    assert len(list(folder.glob("offloaded-*.safetensors"))) == 3
+    held = OffloadedWeightsLoader(save_folder=folder)
+    assert {name: value.unique().tolist() for name, value in held.items()} == {
+        "0.weight": [0.0],
+        "1.weight": [0.0],
+        "weight": [7.0],
+    }
 
 
 def test_a_copy_of_a_converted_model_keeps_its_weights_when_the_folder_is_used_again(

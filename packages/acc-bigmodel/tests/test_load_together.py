@@ -11,6 +11,7 @@ from torch import nn
 
 from acc_bigmodel import load_checkpoint_in_model, save_weights
 from acc_bigmodel.load_together import BroadcastStore, together
+from acc_bigmodel.stores.store import ReplacedFileError
 from acc_ops.testing import run_threads
 from acc_ops.world import current_world
 
@@ -54,6 +55,32 @@ def test_only_what_some_rank_needs_is_sent(tmp_path: Path) -> None:
     for received in run_threads(3, receive)[1:]:
         assert received.keys() == {"a", "c"}
         assert all(torch.equal(tensor, state[name]) for name, tensor in received.items())
+
+
+def test_a_rank_that_cannot_read_any_more_is_an_error_on_all_and_the_ranks_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save({name: torch.full((3,), float(i)) for i, name in enumerate("abcd")}, tmp_path / "x.bin")
+
+    def receive() -> list[int]:
+        world = current_world()
+        store = BroadcastStore(tmp_path / "x.bin", world)
+        if store._own is not None:
+            monkeypatch.setattr(store._own, "peek", _fails_at("b", store._own.peek))
+        with pytest.raises(ReplacedFileError, match="was written to"):
+            store.receive("abcd")
+        return world.comm.all_gather_object(world.rank)
+
+    assert run_threads(3, receive) == [[0, 1, 2]] * 3
+
+
+def _fails_at(name: str, peek: Callable[[str], torch.Tensor]) -> Callable[[str], torch.Tensor]:
+    def failing(wanted: str) -> torch.Tensor:
+        if wanted == name:
+            raise ReplacedFileError("x.bin was written to after it was opened")
+        return peek(wanted)
+
+    return failing
 
 
 class Unpicklable(Exception):

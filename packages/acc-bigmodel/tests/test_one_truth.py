@@ -299,7 +299,7 @@ class OneTruthWithAnAccelerator(OneTruth):
 
 
 SETTINGS = settings(
-    max_examples=30, stateful_step_count=12, deadline=None, derandomize=True,
+    max_examples=30, stateful_step_count=12,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )  # fmt: skip
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 
 from acc_bigmodel.atoms import collapse, group_atoms
@@ -32,6 +36,16 @@ def test_buffers_that_stay_need_room_beside_the_streamed_layer() -> None:
     sizes = {"a.weight": 4, "b.weight": 4, "b.buffer": 2, "c.weight": 4, "c.buffer": 2}
     placement = plan(sizes, {0: 12, "cpu": 100}, staying={"b.buffer", "c.buffer"})
     assert (placement.homes, placement.reserve_bytes) == ([0, "cpu", "cpu"], 8)
+
+
+def test_no_more_is_kept_than_the_plan_streams_although_a_smaller_reserve_would_not_do() -> None:
+    placement = plan({"w": 2, "a.buffer": 1, "b.w": 5}, {0: 7, "cpu": None}, staying={"a.buffer"})
+    assert placement.homes == [
+        "cpu",
+        0,
+        "cpu",
+    ]  # with 5 kept, w were there, and the buffer beside what is streamed
+    assert placement.reserve_bytes == 5
 
 
 def test_a_device_takes_small_layers_behind_one_too_large_for_it() -> None:  # case big/05
@@ -73,6 +87,27 @@ def test_an_impossible_budget_says_what_would_do() -> None:
     assert plan(sizes, {**budgets, "cpu": 5 + extra}).homes
     with pytest.raises(PlacementError):
         plan(sizes, {**budgets, "cpu": 5 + extra - 1})
+
+
+def test_a_change_of_no_more_than_what_is_missing_is_found_where_it_would_do() -> None:
+    with pytest.raises(PlacementError, match=r"A change that would do: raise the budget of cpu by 1 B "):
+        plan(layers(3, 4, 5), {"cpu": 6, "disk": 5}, reserve=False)
+
+
+def test_atoms_are_looked_through_once_however_many_devices_there_are() -> None:
+    class Counted(list):
+        passes = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            Counted.passes += 1
+            return super().__iter__()
+
+    placement = plan(layers(*[1] * 64), {**dict.fromkeys(range(32), 2), "cpu": None}, reserve=False)
+    placement = dataclasses.replace(placement, homes=Counted(placement.homes))
+    placement.device_map()
+    placement.table()
+    placement.svg()
+    assert Counted.passes < 8
 
 
 @pytest.mark.parametrize("budgets", [{}, {"cpu": -1}])

@@ -99,7 +99,7 @@ def bytes_on(model: nn.Module, homes: dict[str, Any], device: Any) -> int:
     return sum(placed.values())
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(models(), budgets(), st.sampled_from([None, "Whole", ["Whole"]]), st.booleans(), st.booleans())
 def test_a_plan_keeps_every_promise(
     model: nn.Module, max_memory: dict[Any, Any], whole: Any, offload_buffers: bool, clean: bool
@@ -157,7 +157,7 @@ def ties_of(model: nn.Module) -> list[list[str]]:
     return [group for group in groups.values() if len(group) > 1]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(models())
 def test_a_model_that_fits_exactly_is_not_offloaded(model: nn.Module) -> None:
     total = sum({id(tensor): tensor.nbytes for tensor in tensors(model).values()}.values())
@@ -169,7 +169,7 @@ def test_a_model_that_fits_exactly_is_not_offloaded(model: nn.Module) -> None:
 small = st.lists(st.integers(1, 9), min_size=1, max_size=8)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(small, st.lists(st.integers(0, 20), min_size=1, max_size=3), st.booleans())
 def test_the_change_that_an_error_names_will_do_and_a_byte_less_will_not(
     nbytes: list[int], limits: list[int], has_disk: bool
@@ -194,7 +194,7 @@ def test_the_change_that_an_error_names_will_do_and_a_byte_less_will_not(
             assert "disk" in given_budgets
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(small, st.lists(st.integers(0, 25), min_size=1, max_size=3), st.integers(0, 3))
 def test_no_contiguous_plan_keeps_more_on_the_accelerators(
     nbytes: list[int], accelerators: list[int], staying: int
@@ -234,7 +234,7 @@ def least_offloaded(nbytes: Sequence[int], staying: Sequence[int], budgets: Sequ
     return best
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(small, st.lists(st.integers(5, 60), min_size=2, max_size=4))
 def test_the_fullest_of_balanced_devices_is_as_empty_as_can_be(
     nbytes: list[int], accelerators: list[int]

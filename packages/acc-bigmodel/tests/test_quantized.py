@@ -9,8 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from acc_bigmodel import load_offloaded_weight, quantize_and_offload_8bit, quantized
-from acc_bigmodel.quantized import weight_of
+from acc_bigmodel import (
+    CheckpointMismatch,
+    dispatch_model,
+    load_checkpoint_in_model,
+    load_offloaded_weight,
+    quantize_and_offload_8bit,
+    quantized,
+    save_weights,
+)
+from acc_bigmodel.stores.folder import weight_of
 from acc_ops.fake_accelerator import fake_accelerator
 
 
@@ -32,6 +40,14 @@ class Int8Params(nn.Parameter):
         return Int8Params((values / scale[:, None] * 127).round().to(torch.int8), SCB=scale)
 
 
+class Linear8bit(nn.Linear):
+    """Computes with a quantised weight."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight: Any = self.weight
+        return nn.functional.linear(x, weight * (weight.SCB[:, None] / 127), self.bias)
+
+
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     monkeypatch.setattr(quantized, "require", lambda *_, **__: None)
@@ -39,7 +55,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
 
 
 def eight_bit_model() -> nn.Module:
-    model = nn.Sequential(nn.Linear(3, 2, device="meta"))
+    model = nn.Sequential(Linear8bit(3, 2, device="meta")).requires_grad_(False)
     model[0].weight = Int8Params(torch.empty(2, 3, device="meta"))
     return model
 
@@ -100,6 +116,8 @@ def test_an_error_leaves_the_model_as_it_was(model: nn.Module, tmp_path: Path) -
         quantize_and_offload_8bit(model, WEIGHT, "1.weight", None, tmp_path, {}, None)
     with pytest.raises(ValueError, match="only parameters called 'weight'"):
         quantize_and_offload_8bit(model, WEIGHT, "0.bias", None, tmp_path, {}, torch.ones(2))
+    with pytest.raises(ValueError, match=r"'0\.wieght' is no parameter or buffer"):
+        quantize_and_offload_8bit(model, WEIGHT, "0.wieght", None, tmp_path, {}, None)
     assert model[0].weight is before
 
 
@@ -118,3 +136,78 @@ def test_the_statistics_belong_to_a_weight() -> None:
         "a.weight",
         "a.bias",
     ]
+
+
+BIAS = torch.tensor([1.0, -1.0])
+IN_8_BITS = {
+    "0.weight": torch.tensor([[64, -127, 0], [127, 64, -127]], dtype=torch.int8),
+    "0.SCB": torch.tensor([2.0, 0.5]),
+    "0.bias": BIAS,
+}
+
+
+@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize("stored", ["in 16 bits", "in 8 bits"])
+@pytest.mark.parametrize("told", ["the index", "the folder"])
+def test_a_checkpoint_is_loaded_to_the_disk_in_8_bits_and_runs_from_there(
+    model: nn.Module, tmp_path: Path, safe: bool, stored: str, told: str
+) -> None:
+    state = IN_8_BITS if stored == "in 8 bits" else {"0.weight": WEIGHT, "0.bias": BIAS}
+    save_weights(state, tmp_path, "model", safe=safe)
+    folder = tmp_path / "off"
+    report = load_checkpoint_in_model(
+        model, tmp_path, {"": "disk"}, folder, offload_8bit_bnb=True, strict=True
+    )
+    assert set(report.index) == {"0.weight", "0.SCB", "0.bias"}
+    assert report.cast == (("0.weight",) if stored == "in 16 bits" else ())
+    assert (report.written_bytes == 0) == (safe and stored == "in 8 bits")
+    assert set(report.where) == {"0.weight", "0.bias"}
+    assert all(Path(file).is_file() for file in report.where.values())
+    assert (model[0].weight.dtype, model[0].weight.is_meta, type(model[0].weight)) == (
+        torch.int8,
+        True,
+        Int8Params,
+    )
+    index = report.index if told == "the index" else None
+    dispatch_model(model, {"": "disk"}, offload_dir=folder, offload_index=index)
+    x = torch.eye(3)
+    for _ in range(2):
+        found = model(x).T - BIAS[:, None]
+        assert torch.allclose(found, IN_8_BITS["0.weight"] * IN_8_BITS["0.SCB"][:, None] / 127)
+    assert torch.equal(model.state_dict()["0.weight"], IN_8_BITS["0.weight"])
+
+
+def test_only_what_is_for_the_disk_and_of_that_class_is_quantised(model: nn.Module, tmp_path: Path) -> None:
+    model.append(nn.Linear(2, 2, device="meta")).append(Linear8bit(2, 2, device="meta"))
+    model[2].weight = Int8Params(torch.empty(2, 2, device="meta"))
+    ones = {f"{layer}.{name}": torch.ones(2, 2)[: 2 if name == "weight" else 1].squeeze(0)
+            for layer in (1, 2) for name in ("weight", "bias")}  # fmt: skip
+    save_weights({"0.weight": WEIGHT, "0.bias": BIAS, **ones}, tmp_path, "model")
+    homes, folder = {"": "disk", "2": "cpu"}, tmp_path / "off"
+    report = load_checkpoint_in_model(model, tmp_path, homes, folder, offload_8bit_bnb=True)
+    assert {name: info["dtype"] for name, info in report.index.items()} == {
+        "0.weight": "int8", "0.SCB": "float32", "0.bias": "float32", "1.weight": "float32", "1.bias": "float32",
+    }  # fmt: skip
+    assert report.written_bytes == 6 + 2 * 4
+    assert sorted(file.name for file in folder.iterdir()) == ["0.SCB.dat", "0.weight.dat", "index.json"]
+    assert model[2].weight.SCB.tolist() == [1.0, 1.0]  # on its way to the CPU
+
+
+def test_a_weight_stored_in_8_bits_without_its_statistics_is_refused(
+    model: nn.Module, tmp_path: Path
+) -> None:
+    save_weights({"0.weight": IN_8_BITS["0.weight"], "0.bias": BIAS}, tmp_path, "model")
+    before = model[0].weight
+    with pytest.raises(CheckpointMismatch, match=r"'0\.weight' is torch\.int8 .* lacks '0\.SCB'"):
+        load_checkpoint_in_model(model, tmp_path, {"": "disk"}, tmp_path / "off", offload_8bit_bnb=True)
+    assert model[0].weight is before
+
+
+def test_a_weight_that_is_not_quantised_is_named_and_nothing_changes(
+    model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Int8Params, "to", lambda self, device, **_: self)  # as without kernels
+    save_weights({"0.weight": WEIGHT, "0.bias": BIAS}, tmp_path, "model")
+    with pytest.raises(ValueError, match=r"'0\.weight' was not quantised on cpu"):
+        load_checkpoint_in_model(model, tmp_path, {"": "disk"}, tmp_path / "off", offload_8bit_bnb=True)
+    assert model[0].weight.dtype == torch.float32

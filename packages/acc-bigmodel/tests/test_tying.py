@@ -55,6 +55,7 @@ def test_retying_without_any_value_changes_nothing(empty_model: nn.Module) -> No
 
 def test_a_group_on_two_devices_is_said(caplog: pytest.LogCaptureFixture) -> None:
     check_tied_parameters_on_same_device([["a.w", "b.w"]], {"": 0})
+    check_tied_parameters_on_same_device([["a.w", "b.w"]], {"a": 0, "b": "cuda:0"})
     assert not caplog.text
     check_tied_parameters_on_same_device([["a.w", "b.w"]], {"a": 0, "b": "cpu"})
     assert "a.w on 0, b.w on cpu" in caplog.text

@@ -14,9 +14,11 @@ from acc_bigmodel import (
     disk_offload,
     dispatch_model,
     load_checkpoint_and_dispatch,
+    save_weights,
     weights_of,
 )
 from acc_hooks import attach_align_device_hook, remove_hook_from_module
+from acc_ops.testing import count_calls
 
 
 def test_a_plain_model_has_its_tensors_in_memory_or_nowhere(
@@ -93,3 +95,16 @@ def test_an_unknown_name_is_a_key_error(tied_model: nn.Module) -> None:
     assert weights.get("nothing.there") is None
     with pytest.raises(KeyError, match=r"'layers\.0' is no parameter or buffer of this TiedModel"):
         weights.place("layers.0")
+
+
+def test_saving_the_weights_of_a_model_is_linear_and_keeps_its_ties(
+    tied_model: nn.Module, tmp_path: Path
+) -> None:
+    def calls(count: int) -> int:
+        model = nn.ModuleList([nn.Linear(1, 1) for _ in range(count)])
+        return count_calls(lambda: save_weights(weights_of(model), tmp_path / str(count), "model"))
+
+    calls(10)
+    assert calls(800) < 5 * calls(200)
+    weights = weights_of(tied_model)
+    assert weights.aliases() == {name: weights.alias_of(name) for name in weights}

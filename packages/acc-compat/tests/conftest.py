@@ -12,6 +12,9 @@ import pytest
 
 import acc_compat
 from acc_compat import alias
+from acc_ops.testing import use_test_profile
+
+use_test_profile()
 
 Python = Callable[..., "subprocess.CompletedProcess[str]"]
 

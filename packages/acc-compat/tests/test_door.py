@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import acc_compat.api as api
@@ -198,7 +198,6 @@ def test_reload_keeps_the_module_and_what_it_shows() -> None:
     assert importlib.reload(api).__version__ == "1.15.0"
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from([utils, environment]), st.booleans()), max_size=8))
 def test_nested_patches_show_at_every_door_and_leave_no_trace(steps: list[tuple[Any, bool]]) -> None:
     before = acc_ops.environment.str_to_bool

@@ -14,8 +14,10 @@ from torch import nn
 
 from acc_hooks import AlignDevicesHook, ModelHook, add_hook_to_module, attach_align_device_hook
 from acc_ops.fake_accelerator import FakeAcceleratorUnavailable, fake_accelerator
+from acc_ops.testing import use_test_profile
 
-settings.register_profile("wide", max_examples=3000)  # of test_state_machine.py
+use_test_profile()
+settings.register_profile("wide", max_examples=3000, derandomize=False)  # of test_state_machine.py
 
 sys.path.insert(0, str(Path(__file__).parent))  # hooks_slow_store.py, which several test files share
 pytest.register_assert_rewrite("hooks_slow_store")

@@ -232,3 +232,17 @@ def test_a_new_kind_of_device_needs_a_row_and_no_other_edit(fake, monkeypatch):
     remove_hook_from_module(layer)
     assert fake.kind not in vars(layer)
     assert layer.xla
+
+
+def test_a_tensor_that_stays_is_put_where_its_offloaded_module_runs(net, x, fake):
+    model = net()
+    expected, bias = model(x), model[0].bias
+    attach_align_device_hook_on_blocks(
+        model, {"": fake.device}, {"": True}, dict(model.state_dict()), staying={"0.bias"}
+    )
+    assert model[0].weight.is_meta
+    assert model[0].bias.device == fake.device
+    assert torch.allclose(model(x), expected)
+    remove_hook_from_module(model, recurse=True)
+    assert model[0].bias.device == bias.device
+    assert torch.equal(model[0].bias, bias)

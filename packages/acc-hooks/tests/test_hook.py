@@ -346,7 +346,7 @@ class HookedModel(RuleBasedStateMachine):
             assert self.layer.weight.device.type == "cpu"
 
 
-HookedModel.TestCase.settings = settings(max_examples=40, stateful_step_count=12, deadline=None)
+HookedModel.TestCase.settings = settings(max_examples=40, stateful_step_count=12)
 test_any_order_of_operations_leaves_a_right_module = HookedModel.TestCase
 
 

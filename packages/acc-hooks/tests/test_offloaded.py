@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -143,6 +145,23 @@ def test_what_a_state_dict_lacks_or_has_besides_is_said_and_the_rest_takes_effec
         model.load_state_dict({**given, "2.bias": kept, "0.weight": torch.ones(5, 4)})
     torch.testing.assert_close(dict(model.state_dict()), {**given, "2.bias": kept})
     assert all(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_children_of_a_block_are_loaded_without_a_warning_that_they_are_not(net, offloaded, assign):
+    model = nn.Sequential(nn.MultiheadAttention(4, 2), net(), nn.MultiheadAttention(4, 2)).requires_grad_(
+        False
+    )
+    offloaded(model)
+    new = {name: torch.rand_like(value) for name, value in model.state_dict().items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not any(model.load_state_dict(new, assign=assign))
+        torch.testing.assert_close(dict(model.state_dict()), new)
+        with pytest.raises(RuntimeError, match=r"size mismatch for 2\.out_proj\.bias"):
+            model.load_state_dict({**new, "2.out_proj.bias": torch.ones(5)})
+    assert all(parameter.is_meta for parameter in model.parameters())
+    torch.testing.assert_close(dict(model.state_dict()), new)
 
 
 def test_a_batch_norm_keeps_its_count_when_the_state_dict_lacks_it(offloaded):

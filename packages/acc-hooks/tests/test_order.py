@@ -81,7 +81,7 @@ def test_a_forward_of_wrong_guesses_makes_the_next_one_wait_for_a_right_one():
     assert run(order, [3, 2, 1, 0])[0] == [2, 1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.permutations(range(6)), st.lists(st.permutations(range(6)), max_size=3))
 def test_any_order_is_looked_ahead_completely_from_its_third_forward_on(layers, before):
     order = of(6)
@@ -94,7 +94,7 @@ def test_any_order_is_looked_ahead_completely_from_its_third_forward_on(layers, 
     assert ahead[-1] == []
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.lists(st.integers(0, 4), max_size=30), max_size=8))
 def test_what_is_remembered_is_bounded_and_every_guess_is_a_layer(forwards):
     order = of(5)

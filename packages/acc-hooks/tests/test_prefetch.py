@@ -78,7 +78,7 @@ def test_wrong_guesses_are_few_and_soon_given_up(x):
     assert store.overlaps == 0
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=9), min_size=1, max_size=4), st.integers(1, 3)
 )

@@ -457,7 +457,6 @@ Hooking.TestCase.settings = settings(
     derandomize=not IS_WIDE,
     database=None,
     stateful_step_count=15,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
 TestHooking = Hooking.TestCase

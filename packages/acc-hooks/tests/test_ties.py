@@ -44,7 +44,7 @@ def test_empty_tensors_are_not_tied_to_each_other():
     assert tied_groups(model) == []
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=20))
 def test_groups_are_exactly_the_equal_choices(choices):
     pool = [nn.Parameter(torch.zeros(1)) for _ in range(6)]

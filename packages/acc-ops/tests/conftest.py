@@ -10,7 +10,10 @@ import pytest
 import torch.distributed as dist
 
 from acc_ops.fake_accelerator import FakeAcceleratorUnavailable, fake_accelerator
+from acc_ops.testing import use_test_profile
 from acc_ops.world import leave_world
+
+use_test_profile()
 
 sys.path.insert(
     0, str(Path(__file__).parent)

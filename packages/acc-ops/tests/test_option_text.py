@@ -158,3 +158,4 @@ def test_types_have_readable_names():
     assert kind_name(list[str]) == "list[str]"
     assert kind_name(Level | None) == "one of 1, 2 or none"
     assert kind_name(Literal["a", "b"]) == "one of a, b"
+    assert kind_name(int | Literal["auto"] | None) == "int or auto or none"

@@ -24,6 +24,7 @@ from acc_ops.options import (
     fill_from_env,
     from_env,
     from_mapping,
+    note_source,
     option,
     options_of,
     resolve,
@@ -63,6 +64,31 @@ class Plugin:
     def __post_init__(self) -> None:
         fill_from_env(self)
         check_options(self)
+
+
+class Policy:
+    """What a class makes of plain data; it has no text of its own."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Policy) and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+@dataclass
+class Made:
+    policy: Any = option(None, env="POLICY", parse=str, plain=lambda value: value.name)
+    rounds: int | None = option(None, env="ROUNDS")
+
+    def __post_init__(self) -> None:
+        fill_from_env(self)
+        if isinstance(self.policy, str):
+            self.policy = Policy(self.policy)
+        self.rounds = 1 if self.rounds is None else self.rounds
 
 
 trainings = st.builds(
@@ -203,6 +229,43 @@ def test_what_a_plugin_fills_at_construction_obeys_the_layers(monkeypatch):
     plugin = resolve(Plugin, environ=True, given={"name": "y"})
     assert plugin.stage == 3
     assert sources(plugin) == {"stage": "environment", "name": "argument"}
+
+
+def test_a_default_that_the_class_puts_in_itself_is_no_argument():
+    assert sources(Made()) == {"policy": "default", "rounds": "default"}
+    assert sources(Made(rounds=1)) == {"policy": "default", "rounds": "argument"}
+    with environment_is({"ROUNDS": "1"}):
+        assert sources(Made(policy="own")) == {"policy": "argument", "rounds": "environment"}
+
+
+def test_a_class_can_tell_that_a_value_comes_from_a_file_of_its_own():
+    @dataclass
+    class WithFile(Made):
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            note_source(self, "rounds", "file")
+
+    assert sources(WithFile(policy="own")) == {"policy": "argument", "rounds": "file"}
+    assert sources(from_env(WithFile, {"ROUNDS": "3"})) == {"policy": "default", "rounds": "file"}
+
+
+def test_an_object_that_the_class_made_goes_out_as_plain_data_and_comes_back():
+    made = Made(policy="own", rounds=3)
+    assert made.policy == Policy("own")
+    assert to_env(made) == {"POLICY": "own", "ROUNDS": "3"}
+    assert to_mapping(made) == {"policy": "own", "rounds": 3}
+    assert from_env(Made, to_env(made)) == from_mapping(Made, to_mapping(made)) == made
+    assert "POLICY" not in to_env(Made())
+    assert to_mapping(Made()) == {"policy": None, "rounds": 1}
+
+
+def test_an_object_whose_plain_form_would_not_come_back_is_refused():
+    @dataclass
+    class Lossy:
+        policy: Any = option(None, env="POLICY", parse=str, plain=lambda value: value)
+
+    with pytest.raises(OptionError, match="POLICY"):
+        to_env(Lossy(policy=Policy("own")))
 
 
 def test_a_bound_environment_hides_the_process_and_ends_with_the_block(monkeypatch):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import random
 import sys
+import threading
 import time
 import types
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+import acc_ops.random
 from acc_ops import devices
 from acc_ops.random import capture_rng, restore_rng, set_seed, torch_state
 from acc_ops.testing import run_threads
@@ -230,3 +233,52 @@ def test_one_thread_at_a_time_asks_for_the_state_of_torch(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch, "get_rng_state", asked)
     run_threads(4, lambda: torch_state())
     assert most == [1] * 4
+
+
+class Noted:
+    """A lock that tells when somebody asks for it."""
+
+    def __init__(self, lock: Any, asked: threading.Event) -> None:
+        self.lock = lock
+        self.asked = asked
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        self.asked.set()
+        return self.lock.acquire(blocking, timeout)  # type: ignore[no-any-return]
+
+    def release(self) -> None:
+        self.lock.release()
+
+
+def locks_held_in_a_fork(locks: list[Any]) -> int:
+    """How many of the locks a child could not have."""
+    child = os.fork()
+    if child == 0:
+        os._exit(sum(not lock.acquire(False) for lock in locks))
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("which", ["ours", "torch's"])
+def test_a_fork_waits_for_a_thread_that_is_seeding(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, held = threading.Event(), threading.Event()
+    module, name = (acc_ops.random, "_asking") if which == "ours" else (torch.cuda, "_initialization_lock")
+    lock = Noted(getattr(module, name), asked)
+    monkeypatch.setattr(module, name, lock)
+
+    def seed() -> None:
+        lock.lock.acquire()
+        held.set()
+        asked.wait()
+        lock.release()
+
+    thread = threading.Thread(target=seed)
+    thread.start()
+    held.wait()
+    in_child = locks_held_in_a_fork([lock.lock])
+    asked.set()  # where the fork did not ask
+    thread.join()
+    assert in_child == 0
+    assert lock.acquire(False)  # and the parent can go on
+    lock.release()

@@ -11,10 +11,17 @@ from types import ModuleType
 
 import pytest
 import torch
+from hypothesis import settings
 
 from acc_ops.collectives import gather
 from acc_ops.testing import RankFailed, run_processes, run_threads, stub_names
 from acc_ops.world import current_world
+
+
+def test_examples_are_the_same_everywhere_and_none_is_judged_by_its_time() -> None:
+    assert settings.default is not None
+    assert settings.default.deadline is None
+    assert settings.default.derandomize
 
 
 def test_each_thread_is_a_rank_of_its_own_world() -> None:

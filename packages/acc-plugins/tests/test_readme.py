@@ -1,4 +1,4 @@
-"""The README's example runs as it stands."""
+"""The README's examples run as they stand, and print what they say."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ import pytest
 README = Path(__file__).parents[1] / "README.md"
 
 
-def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-    exec(compile(code, str(README), "exec"), {})
+CODE = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def test_the_loop_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(CODE[0], str(README), "exec"), {})
     assert capsys.readouterr().out.count("ran: True") == 3
+
+
+@pytest.mark.parametrize("code", CODE[1:], ids=range(2, len(CODE) + 1))
+def test_an_example_prints_what_stands_beside_it(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(code, str(README), "exec"), {})
+    said = re.findall(r"print\(.*\)  # (.*)", code)
+    assert said
+    assert capsys.readouterr().out.splitlines() == said

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from acc_ops.testing import use_test_profile
 from acc_ops.world import leave_world
 from acc_trainer.gradient_state import GradientState
 from acc_trainer.state import AcceleratorState
+
+use_test_profile()
 
 
 def forget_everything() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+import acc_plugins
 from acc_ops.testing import run_threads
 from acc_plugins.options.accumulation import GradientAccumulationPlugin
 from acc_plugins.options.compile import TorchDynamoPlugin
@@ -19,6 +20,7 @@ from acc_plugins.options.dataloader import DataLoaderConfiguration
 from acc_plugins.options.kwargs import AutocastKwargs, GradScalerKwargs, ProfileKwargs
 from acc_plugins.options.project import ProjectConfiguration
 from acc_trainer import Accelerator, CheckpointError
+from acc_trainer.state import is_initialized
 
 torch.set_num_threads(1)
 
@@ -130,6 +132,25 @@ def test_device_placement_is_checked_and_followed():
     assert accelerator.prepare(net(), staying, device_placement=[True, False])[1] is staying
     loader = accelerator.prepare_data_loader(DataLoader(range(2)), device_placement=False)
     assert loader.device is None
+
+
+@pytest.mark.parametrize(
+    ("argument", "make", "engine"),
+    [
+        ("deepspeed_plugin", acc_plugins.DeepSpeedPlugin, "DeepSpeed"),
+        ("deepspeed_plugins", lambda: {"a": acc_plugins.DeepSpeedPlugin()}, "DeepSpeed"),
+        ("fsdp_plugin", acc_plugins.FullyShardedDataParallelPlugin, "FSDP"),
+        ("megatron_lm_plugin", acc_plugins.MegatronLMPlugin, "Megatron-LM"),
+        ("torch_tp_plugin", acc_plugins.TorchTensorParallelPlugin, "torch's tensor parallelism"),
+        ("parallelism_config", acc_plugins.ParallelismConfig, "the parallelism configuration"),
+    ],
+)
+def test_a_built_plugin_of_an_engine_that_is_not_built_names_the_engine(argument, make, engine):
+    with pytest.raises(
+        ValueError, match=rf"{argument} was given .*: {engine} is not built yet, leave it out"
+    ):
+        Accelerator(**{argument: make()})
+    assert not is_initialized()
 
 
 def test_unbuilt_engines_are_refused_by_name():

@@ -86,7 +86,7 @@ def averaging(window):
     return GradientAccumulationPlugin(num_steps=window, average_short_window=True)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(
     batches=st.integers(1, 7),
     window=st.integers(1, 5),
@@ -115,6 +115,19 @@ def test_a_short_window_is_averaged_on_every_rank(ranks):
 
     expected = plain(data, batch=2 * ranks, window=3, epochs=2, clip=0.05)
     assert all(close(ours, expected) for ours in run_threads(ranks, work))
+
+
+def test_a_short_window_that_nobody_can_average_is_said():
+    accelerator = Accelerator(gradient_accumulation_plugin=averaging(3))
+    model, loader = accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(torch.ones(2, 1)))
+
+    def loop():
+        for x in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).sum())
+
+    with pytest.warns(UserWarning, match=r"no prepared optimizer .* of 2 micro-batches.* give prepare\(\)"):
+        loop()
 
 
 def test_a_short_window_is_averaged_in_fp16_too():

@@ -55,6 +55,18 @@ def test_a_failing_rank_does_not_wait_for_the_others():
         run_threads(2, work, timeout_s=10)
 
 
+def test_a_loop_that_fails_leaves_each_rank_its_own_weights():
+    def work():
+        accelerator = Accelerator()
+        model = accelerator.prepare(torch.nn.Linear(1, 1, bias=False))
+        with pytest.raises(RuntimeError, match="out of data"), LocalSGD(accelerator, model, 4):
+            torch.nn.init.constant_(next(model.parameters()), accelerator.process_index)
+            raise RuntimeError("out of data")
+        return next(model.parameters()).item()
+
+    assert run_threads(2, work) == [0.0, 1.0]
+
+
 @pytest.mark.parametrize("steps", [0, -2, 1.5])
 def test_a_bad_number_of_steps_is_refused(steps):
     with pytest.raises(ValueError, match="at least 1, got"):

@@ -39,7 +39,7 @@ def gathered(loader, *, ranks, collect=None, **options):
     return results[0]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     size=st.integers(0, 30),
     share=st.integers(1, 4),
@@ -89,6 +89,67 @@ def test_pairs_of_lists_stay_pairs():
     wanted = [f"p{i}" for i in range(7)], [f"r{i}" for i in range(7)]
     assert run_threads(2, work) == [wanted, wanted]
     assert run_threads(1, work) == [wanted]
+
+
+class Named(torch.utils.data.Dataset):
+    def __len__(self):
+        return 7
+
+    def __getitem__(self, index):
+        return torch.tensor(index), f"s{index}"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("use_gather_object", [False, True])
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_texts_that_torch_collates_are_one_list_every_sample_once(ranks, use_gather_object, dispatch):
+    def work():
+        options = DataLoaderConfiguration(dispatch_batches=dispatch)
+        accelerator, got, pairs = Accelerator(dataloader_config=options), [], []
+        for numbers, names in accelerator.prepare(DataLoader(Named(), 2)):
+            assert type(names) is tuple
+            got += accelerator.gather_for_metrics(names, use_gather_object=use_gather_object)
+            numbers, names = accelerator.gather_for_metrics((numbers, names))
+            pairs += zip(numbers.tolist(), names, strict=True)
+        return got, pairs
+
+    wanted = [f"s{i}" for i in range(7)]
+    assert run_threads(ranks, work) == [(wanted, list(enumerate(wanted)))] * ranks
+
+
+@pytest.mark.parametrize("size", [5, 7, 8])
+def test_arrays_are_cut_too(size):
+    pytest.importorskip("numpy")
+
+    def work():
+        accelerator, got = Accelerator(), []
+        for batch in accelerator.prepare(DataLoader(range(size), 2)):
+            got += [accelerator.gather_for_metrics({"x": batch.numpy(), "name": "y"})["x"]]
+        return [[part.tolist() for part in parts] for parts in got]
+
+    last = {5: [[4], []], 7: [[4, 5], [6]], 8: [[4, 5], [6, 7]]}[size]
+    assert run_threads(2, work)[0] == [[[0, 1], [2, 3]], last]
+
+
+def test_a_list_of_column_tensors_beside_texts_keeps_all_its_columns():
+    def work():
+        accelerator, last = Accelerator(), None
+        for batch in accelerator.prepare(DataLoader([{"t": f"a{i}", "l": [i, i + 1]} for i in range(5)], 2)):
+            last = accelerator.gather_for_metrics(batch)
+        return last["t"], [column.tolist() for column in last["l"]]
+
+    assert run_threads(2, work)[0] == (["a4"], [[4], [5]])
+
+
+def test_objects_with_tensors_of_any_length_are_rows():
+    def work(**options):
+        accelerator, got = Accelerator(), []
+        for batch in accelerator.prepare(DataLoader(range(5), 2)):
+            boxes = [{"id": i, "boxes": torch.full((2, 4), i)} for i in batch.tolist()]
+            got += accelerator.gather_for_metrics(boxes, use_gather_object=True)
+        return [(one["id"], len(one["boxes"])) for one in got]
+
+    assert run_threads(2, work)[0] == [(i, 2) for i in range(5)]
 
 
 def test_nested_tensors_are_cut_leaf_by_leaf():

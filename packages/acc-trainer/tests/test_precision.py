@@ -138,3 +138,47 @@ def test_float16_weights_are_an_error_when_they_are_trained_and_none_when_they_a
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
     with pytest.raises(ValueError, match=r"model.float\(\)"):
         optimizer.step()
+
+
+def scaled(prepare_optimizer):
+    accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)])
+    model = torch.nn.Linear(3, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = accelerator.prepare(model)
+    optimizer = accelerator.prepare(optimizer) if prepare_optimizer else optimizer
+    accelerator.backward(model(torch.ones(2, 3)).sum())
+    return accelerator, model, optimizer
+
+
+@pytest.mark.parametrize("clip", ["clip_grad_norm_", "clip_grad_value_"])
+def test_clipping_gradients_that_stay_scaled_is_said_with_the_remedy(clip):
+    accelerator, model, _ = scaled(prepare_optimizer=False)
+    with pytest.warns(
+        UserWarning, match=r"1 of the 1 parameters .* no prepared optimizer.* give prepare\(\)"
+    ):
+        getattr(accelerator, clip)(model.parameters(), 1.0)
+
+
+@pytest.mark.parametrize("prepare_optimizer", [True, False])
+@pytest.mark.filterwarnings("error")
+def test_clipping_is_quiet_where_gradients_have_their_true_size(prepare_optimizer):
+    accelerator, model, optimizer = scaled(prepare_optimizer)
+    if not prepare_optimizer:
+        accelerator.unscale_gradients(optimizer)
+    assert accelerator.clip_grad_norm_(model, 1.0).item() == pytest.approx(2 * 3**0.5)
+
+
+def test_clipping_without_gradients_does_nothing():
+    accelerator, model = Accelerator(), torch.nn.Linear(1, 1)
+    accelerator.clip_grad_value_(model.parameters(), 1.0)
+    accelerator.clip_grad_value_([], 1.0)
+    assert model.weight.grad is None
+
+
+def test_a_model_of_a_low_precision_run_is_float32_in_a_later_one():
+    model, x = torch.nn.Linear(4, 4), torch.randn(3, 4)
+    expected = model(x)
+    first = Accelerator(mixed_precision="bf16")
+    assert not torch.equal(first.prepare(model)(x), expected)
+    first.end_training()
+    assert torch.equal(Accelerator(mixed_precision="no").prepare(model)(x), expected)

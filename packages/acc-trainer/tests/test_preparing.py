@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from acc_ops.testing import run_threads
 from acc_trainer import AcceleratedOptimizer, AcceleratedScheduler, Accelerator
@@ -84,6 +84,49 @@ def test_a_loader_prepared_with_other_options_is_another_loader():
     accelerator.free_memory()
     accelerator.prepare(rest)
     assert len(list(accelerator.prepare(loader))) == 4
+
+
+@pytest.mark.parametrize(
+    ("held", "kind"),
+    [
+        ([1, torch.nn.Linear(1, 1)], "list holds a model"),
+        ({"m": torch.nn.Linear(1, 1)}, "dict holds a model"),
+        ((DataLoader(range(2)),), "tuple holds a dataloader"),
+    ],
+)
+def test_things_in_a_container_come_back_unprepared_with_a_warning(held, kind, caplog):
+    accelerator = Accelerator()
+    assert accelerator.prepare(held) is held
+    assert f"{kind}, which is not prepared" in caplog.text
+    assert shelves(accelerator) == [[], [], [], []]
+    caplog.clear()
+    accelerator.prepare([1, 2], {"lr": 0.1}, "text")
+    assert not caplog.records
+
+
+class _Numbers(IterableDataset):
+    def __iter__(self):
+        return iter(range(12))
+
+
+def test_a_raw_stream_that_leaves_out_batches_is_prepared_too():
+    def rank():
+        accelerator = Accelerator()
+        skipping = accelerator.skip_first_batches(DataLoader(_Numbers(), 2), 2)
+        made = accelerator.prepare(skipping)
+        assert made is not skipping
+        assert accelerator.prepare(skipping) is made
+        return [batch.tolist() for batch in made]
+
+    assert run_threads(2, rank) == [[[4, 5], [8, 9]], [[6, 7], [10, 11]]]
+
+
+def test_freeing_memory_closes_the_strategy(monkeypatch):
+    accelerator = Accelerator()
+    closed = []
+    monkeypatch.setattr(accelerator.strategy, "close", lambda: closed.append("closed"))
+    accelerator.free_memory()
+    assert closed == ["closed"]
 
 
 def test_a_loader_may_be_iterated_inside_itself():

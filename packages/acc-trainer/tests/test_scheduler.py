@@ -264,6 +264,37 @@ def test_each_scheduler_follows_its_own_optimizer():
     assert accelerator.prepare_scheduler(LambdaLR(elsewhere, lambda step: step)).optimizers == [one, two]
 
 
+@pytest.mark.parametrize("first", ["scheduler", "optimizer"])
+def test_a_skipped_step_holds_the_schedule_in_whichever_order_they_were_prepared(first):
+    accelerator = Accelerator(mixed_precision="fp16")
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = LambdaLR(optimizer, lambda step: 0.5**step)
+    if first == "scheduler":
+        scheduler = accelerator.prepare(scheduler)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    if first == "optimizer":
+        scheduler = accelerator.prepare(scheduler)
+    rates = []
+    for factor in (float("inf"), 0.0):
+        accelerator.backward(model(torch.ones(1, 1)).sum() * factor)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        rates.append(scheduler.get_last_lr()[0])
+    assert rates == [1.0, 0.5]
+
+
+def test_a_schedule_follows_an_optimizer_that_is_prepared_later():
+    accelerator = Accelerator()
+    other, own = (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0) for _ in range(2))
+    schedule = AcceleratedScheduler(LambdaLR(own, lambda step: step), [], step_with_optimizer=False)
+    accelerator.prepare(schedule, other)
+    own = accelerator.prepare(own)
+    assert schedule.optimizers == [own]
+    assert not schedule.step_with_optimizer  # as it was told
+
+
 def test_the_rest_is_the_schedulers():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
     scheduler = AcceleratedScheduler(CosineAnnealingLR(optimizer, 10), [])

@@ -6,8 +6,10 @@ import pytest
 
 from acc_ops.enums import RNGType
 from acc_ops.testing import run_threads
+from acc_plugins.options.dataloader import DataLoaderConfiguration
 from acc_plugins.options.kwargs import AutocastKwargs
-from acc_trainer import Accelerator
+from acc_trainer import Accelerator, setup
+from acc_trainer.state import AcceleratorState
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -24,6 +26,54 @@ def test_rng_types_are_checked_when_the_accelerator_is_built(ranks):
         return Accelerator(rng_types=["torch", RNGType.GENERATOR]).rng_types
 
     assert run_threads(ranks, work) == [["torch", RNGType.GENERATOR]] * ranks
+
+
+def test_a_set_up_that_fails_leaves_the_next_accelerator_its_choice(monkeypatch):
+    def refuse(*_, **__):
+        raise ValueError("no strategy")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(setup, "choose_strategy", refuse)
+        with pytest.raises(ValueError, match="no strategy"):
+            Accelerator(mixed_precision="bf16")
+    assert Accelerator(mixed_precision="no").mixed_precision == "no"
+
+
+def test_accelerators_that_share_a_configuration_do_not_change_each_others():
+    shared = DataLoaderConfiguration()
+    first, second = Accelerator(dataloader_config=shared), Accelerator(dataloader_config=shared)
+    first.even_batches = False
+    assert (first.even_batches, second.even_batches, shared.even_batches) == (False, True, True)
+
+
+def test_another_precision_in_one_run_says_how_to_end_the_run():
+    accelerator = Accelerator(mixed_precision="no")
+    with pytest.raises(ValueError, match=r"'no' already .* end_training\(\)"):
+        Accelerator(mixed_precision="bf16")
+    accelerator.end_training()
+    assert Accelerator(mixed_precision="bf16").mixed_precision == "bf16"
+
+
+def test_a_variable_that_turns_an_unbuilt_engine_on_is_refused_instead_of_training_something_else(
+    monkeypatch,
+):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match=r"ACCELERATE_USE_FSDP is set: FSDP is not built yet, unset it"):
+        Accelerator()
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "false")
+    Accelerator()
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    AcceleratorState()  # the run that is under way
+
+
+@pytest.mark.parametrize("name", ["deepspeed_plugin", "fsdp_plugin", "torch_tp_plugin", "megatron_lm_plugin"])
+def test_a_plugin_of_an_unbuilt_engine_is_refused_alike_by_both_doors(name):
+    told = []
+    for door in (Accelerator, AcceleratorState):
+        with pytest.raises(ValueError, match=f"{name} was given .5.: .* is not built yet") as caught:
+            door(**{name: 5})
+        told.append(str(caught.value))
+    assert told[0] == told[1]
 
 
 def test_a_handler_outside_a_list_is_refused_with_the_list_to_write():

@@ -51,6 +51,17 @@ def test_tensors_are_split_by_rows():
     assert split(rows[:0], 1, 2, apply_padding=True).shape == (0, 2)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("kind", ["sparse_coo", "sparse_csr"])
+def test_a_sparse_tensor_is_refused_on_any_number_of_processes(kind, size):
+    sparse = torch.eye(4).to_sparse(layout=getattr(torch, kind))
+    for inputs in (sparse, {"a": sparse, "b": [1, 2, 3, 4]}):
+        with pytest.raises(
+            ValueError, match=f"got a {kind} one: give a list of its rows, or tensor.to_dense"
+        ):
+            split(inputs, 0, size)
+
+
 def test_a_dict_is_split_value_by_value_and_left_alone():
     data = {"prompt": ["a", "b", "c", "d"], "id": [0, 1, 2, 3], "deep": {"x": torch.arange(4)}}
     part = split(data, 1, 2)

@@ -8,6 +8,7 @@ import torch
 from acc_ops.enums import DistributedType
 from acc_ops.testing import run_threads
 from acc_ops.world import current_world
+from acc_plugins import deepspeed_required
 from acc_trainer import Accelerator
 from acc_trainer.state import (
     AcceleratorState,
@@ -69,8 +70,10 @@ def test_another_precision_is_refused_until_a_reset():
     assert Accelerator(mixed_precision="no").mixed_precision == "no"
 
 
-def test_a_precision_that_cannot_be_leaves_nothing_behind():
-    with pytest.raises(ValueError, match="fp8"):
+def test_a_precision_that_cannot_be_leaves_nothing_behind(monkeypatch):
+    for name in ("is_torchao_available", "is_transformer_engine_available"):
+        monkeypatch.setattr(f"acc_plugins.precisions.choose_fp8.{name}", lambda: False)
+    with pytest.raises(ValueError, match=r"acc-plugins\[torchao\]"):
         Accelerator(mixed_precision="fp8")
     assert not is_initialized()
     assert Accelerator().mixed_precision == "no"
@@ -101,3 +104,19 @@ def test_engines_that_are_not_in_use_are_none_or_absent_or_say_so():
         state.get_deepspeed_plugin("student")
     with pytest.raises(ValueError, match="does not use DeepSpeed"):
         state.select_deepspeed_plugin("student")
+
+
+def test_a_function_that_needs_deepspeed_asks_the_run_of_its_own_rank():
+    @deepspeed_required
+    def ask():
+        return "called"
+
+    def run():
+        before = ask()
+        Accelerator()
+        with pytest.raises(ValueError, match="needs a run with DeepSpeed, and this one is MULTI_CPU"):
+            ask()
+        return before
+
+    assert run_threads(2, run) == ["called", "called"]
+    assert ask() == "called"

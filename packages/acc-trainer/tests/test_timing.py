@@ -211,6 +211,21 @@ def test_a_loop_may_be_left_and_may_outlive_the_block(ticks):
     assert not accelerator.grad_sync.loaders
 
 
+def test_a_timed_loop_that_is_left_closes_the_pass_beneath_it():
+    def batches():
+        try:
+            yield from range(3)
+        finally:
+            ended.append(True)
+
+    ended, timer, beneath = [], StepTimer(torch.device("cpu")), batches()
+    timer.begin()
+    reading = timer.reading(beneath)
+    assert next(reading) == 0
+    reading.close()
+    assert ended == [True]
+
+
 def test_one_block_at_a_time():
     accelerator = Accelerator()
     with (

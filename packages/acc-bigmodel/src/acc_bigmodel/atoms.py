@@ -133,7 +133,7 @@ def collapse(device_map: Mapping[str, D], root: str = "") -> dict[str, D]:
     mixed: set[str] = set()
     several: set[str] = set()  # modules with more than one name
     for name, device in device_map.items():
-        for module in _chain(name):
+        for module in and_parents(name):
             if module not in device_of:
                 device_of[module] = device
                 continue
@@ -143,13 +143,21 @@ def collapse(device_map: Mapping[str, D], root: str = "") -> dict[str, D]:
     result: dict[str, D] = {}
     for name, device in device_map.items():
         standing = name
-        for module in _chain(name):
+        for module in and_parents(name):
             if module in mixed:
                 break  # so is everything around it
             if module in several and (not root or module == root or module.startswith(root + ".")):
                 standing = module
         result[standing] = device
     return result
+
+
+def and_parents(name: str) -> Iterable[str]:
+    """The name and the modules around it, innermost first, "" last."""
+    yield name
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def _homes(sizes: Iterable[str], blocks: frozenset[str]) -> dict[str, str]:
@@ -162,7 +170,7 @@ def _homes(sizes: Iterable[str], blocks: frozenset[str]) -> dict[str, str]:
         if home is None:
             home = module
             if blocks:
-                for outer in _chain(module):
+                for outer in and_parents(module):
                     if outer in blocks:
                         home = outer
             known[module] = home
@@ -211,11 +219,3 @@ def _ancestors(modules: Iterable[str]) -> set[str]:
                 break
             parents.add(module)
     return parents
-
-
-def _chain(name: str) -> Iterable[str]:
-    """The name and the modules around it, innermost first, "" last."""
-    yield name
-    while name:
-        name = name.rpartition(".")[0]
-        yield name

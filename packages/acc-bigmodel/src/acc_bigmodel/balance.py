@@ -16,7 +16,7 @@ def balanced_loads(atoms: Atoms, budgets: Sequence[int], low_zero: bool = False)
     first leaves on device 0 only what the others cannot hold. Exact, by bisection: n + devices * log(n) * log(bytes).
     """
     ends = [0, *itertools.accumulate(atoms.nbytes)]
-    split = _Runs(ends, list(budgets))
+    split = Runs(ends, list(budgets))
     if not split.fits(0, 0, max(budgets, default=0)):
         return None
     start = 0
@@ -41,8 +41,8 @@ def next_bytes(atoms: Atoms, load: int) -> int:
     return 0
 
 
-class _Runs:
-    """Runs of atoms over devices: `ends[i]` are the bytes of the first i atoms."""
+class Runs:
+    """Runs of pieces over devices: `ends[i]` are the bytes of the first i pieces."""
 
     def __init__(self, ends: list[int], budgets: list[int]) -> None:
         self.ends, self.budgets, self.count = ends, budgets, len(ends) - 1
@@ -58,6 +58,7 @@ class _Runs:
         return start >= self.count
 
     def least_limit(self, start: int, device: int) -> int:
+        """The least limit under which the atoms from `start` fit on the devices from `device`."""
         low, high = 0, max(self.budgets[device:], default=0)
         while low < high:
             middle = (low + high) // 2

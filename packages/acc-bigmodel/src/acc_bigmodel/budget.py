@@ -36,6 +36,10 @@ def get_max_memory(max_memory: MaxMemory | None = None) -> dict[Device, int]:
     """
     if max_memory is None:
         return _free_memory()
+    if not isinstance(max_memory, Mapping):
+        raise ValueError(
+            f"max_memory is {max_memory!r}, but must map devices to sizes, such as {{0: '10GiB', 'cpu': '30GiB'}}"
+        )
     budgets: dict[Device, int] = {}
     for key, size in max_memory.items():
         device = device_key(key)
@@ -54,7 +58,7 @@ def get_max_memory(max_memory: MaxMemory | None = None) -> dict[Device, int]:
             missing,
             there,
         )
-    return dict(sorted(budgets.items(), key=lambda item: _rank(item[0])))
+    return dict(sorted(budgets.items(), key=lambda item: device_rank(item[0])))
 
 
 def get_balanced_memory(
@@ -112,6 +116,14 @@ def device_key(device: DeviceKey) -> Device:
             ) from error
         return parsed.type if parsed.type in (*_single_kinds(), CPU, "meta") else parsed.index or 0
     raise ValueError(f"{device!r} is no device; use an index, 'cuda:0', 'mps', 'cpu' or 'disk'")
+
+
+def device_rank(device: Device) -> tuple[int, int]:
+    """What sorts devices into the order of their use: accelerators by index, "mps", "cpu", "disk"."""
+    if isinstance(device, int):
+        return 0, device
+    named = _after_accelerators()
+    return 1, named.index(device) if device in named else len(named)
 
 
 def check_present(device_map: Mapping[str, DeviceKey]) -> None:
@@ -179,7 +191,3 @@ def _shares_host_memory(row: DeviceRow, device: torch.device) -> bool:
         return True
     ask = getattr(device_module(row), "get_device_properties", None)
     return ask is not None and bool(getattr(ask(device), "is_integrated", False))
-
-
-def _rank(device: Device) -> tuple[int, int]:
-    return (0, device) if isinstance(device, int) else (1, _after_accelerators().index(device))

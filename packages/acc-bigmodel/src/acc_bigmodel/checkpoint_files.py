@@ -70,6 +70,10 @@ def open_files(checkpoint: CheckpointFiles) -> WeightStore:
 
 def find_checkpoint(checkpoint: str | os.PathLike[str]) -> CheckpointFiles:
     """The files of a checkpoint given as file, index, folder or hub id; see the note above for folders."""
+    if not os.fspath(checkpoint):
+        raise ValueError(
+            "the checkpoint is '': name a file, a folder ('.' for the working directory) or a hub repository"
+        )
     path = Path(checkpoint)
     if path.is_file():
         return _read_index(path) if path.suffix == ".json" else CheckpointFiles(files=(path,))

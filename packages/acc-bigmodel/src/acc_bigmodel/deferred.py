@@ -2,12 +2,18 @@
 
 [Note: deferred tensors]
 A factory (`torch.zeros(3)`) cannot know whether its result becomes a parameter, which stays empty, or a buffer, which needs
-its values. So it returns a tensor on meta, and a recipe is kept: the call, and the fills that followed (`.normal_()`).
+its values. What torch's own layers make, and what is large, is therefore deferred: the factory returns a tensor on meta, and
+a recipe is kept: the call, and the fills that followed (`.normal_()`).
 * wrapped in a parameter and registered: the recipe is forgotten; the parameter is empty.
 * registered as a buffer, computed with, looked into, or still held by somebody at the end: the recipe is carried out, and
   the same Python object has the values from then on.
-Arithmetic with a number (`torch.randn(3) * 0.02`) has a recipe of its own, which starts from that of its operand; a family
-is carried out together, so that no random number is drawn twice. All of it happens in one thread's function mode.
+Arithmetic with a number (`torch.randn(3) * 0.02`), a cast and a view have a recipe of their own, which starts from that of
+their operand; a family is carried out together, so that no random number is drawn twice. All of it happens in one thread's
+function mode, and what does not come through that (another thread, TorchScript, torch.func) sees a deferred tensor as it is.
+So a small tensor of anybody else's is made as ever, is right everywhere, and moves when it is registered as a parameter.
+
+[Note: parameters have no values]
+Computing with parameters gives tensors without values, on meta too. What is computed with them goes there for the call.
 """
 
 from __future__ import annotations
@@ -19,13 +25,28 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-_META = torch.device("meta")
-unrouted = (
-    torch._C.DisableTorchFunction
-)  # looking at a tensor inside costs a fifth of what it does through a mode
+from acc_bigmodel.deferred_calls import (
+    ARITHMETIC,
+    ASK,
+    BY_SHAPE,
+    FILL,
+    KINDS,
+    LOOK,
+    MAKE,
+    META,
+    OTHER,
+    RESHAPE,
+    SIZED,
+    is_made_by_a_layer,
+    is_plain,
+    unrouted,
+    writes,
+)
+
+_SMALL_BYTES = 1 << 20  # what is smaller is made at once, unless by one of torch's layers
 
 
 class Deferral(TorchFunctionMode):
@@ -43,18 +64,20 @@ class Deferral(TorchFunctionMode):
         self._last: _Deferred | None = None
         self._claimed: list[torch.Tensor] = []  # registered; their memory is nobody's any more
         self._by_memory: dict[int, _Deferred] = {}
+        self._made: dict[
+            int, StorageWeakRef
+        ] = {}  # memory of what was made at once; a weak reference keeps its number
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kind = _KINDS.get(func, _OTHER)
-        if kind is not _LOOK and not self._passing:
-            if kind is _MAKE and not self.is_paused:
+        kind = KINDS.get(func, OTHER)
+        if kind is not LOOK and not self._passing:
+            if kind is MAKE and not self.is_paused:
                 return self._make(func, args, kwargs or {})
-            if kind is _FILL:
+            if kind is FILL:
                 return self._fill(func, args, kwargs or {})
-            if self._waiting:
-                return self._other(func, args, kwargs or {}, kind)
+            return self._other(func, args, kwargs or {}, kind)
         return func(*args) if kwargs is None else func(*args, **kwargs)
 
     def claim(self, parameter: torch.Tensor) -> None:
@@ -72,8 +95,13 @@ class Deferral(TorchFunctionMode):
             if deferred is not None:
                 self._carry_out(deferred, tensor)
 
+    def has_made(self, tensor: torch.Tensor) -> bool:
+        """Whether the memory of a real tensor was made here."""
+        return bool(self._made) and _memory(tensor) in self._made
+
     def finish(self) -> None:
         """Give values to every deferred tensor that somebody still holds, unless a parameter shares its memory."""
+        self._made.clear()
         with self._own_calls():
             self._settle_claims()
             for number, deferred in list(self._waiting.items()):
@@ -91,13 +119,25 @@ class Deferral(TorchFunctionMode):
 
     def _make(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device = kwargs.get("device")
-        size = _SIZED.get(func)
+        size = None if device is not None and torch.device(device).type == "meta" else SIZED[func]
         made = None if size is None else size(args, kwargs)
-        if made is None or (device is not None and torch.device(device).type == "meta"):
+        if made is None:
             return self._other(func, args, kwargs)
         if device is None and self._everything:
             return made
-        return self._wait(_Deferred(made, func, args, kwargs))
+        with unrouted():
+            is_small = made.numel() * made.element_size() < _SMALL_BYTES
+        if not is_small or is_made_by_a_layer(2):
+            deferred = _Deferred(made, func, args, kwargs)
+            if not is_small:
+                with unrouted():
+                    deferred.first_memory = _memory(made)
+            return self._wait(deferred)
+        real = func(*args, **kwargs)
+        with unrouted():
+            storage = real.untyped_storage()
+            self._made[storage._cdata] = StorageWeakRef(storage)
+        return real
 
     def _fill(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor = args[0] if args else kwargs.get("tensor")
@@ -111,32 +151,78 @@ class Deferral(TorchFunctionMode):
         deferred = self._deferred(tensor) if self._waiting else None
         if deferred is None:
             return tensor  # a parameter: there is nothing to fill
-        if deferred.children:
-            return self._other(func, args, kwargs)  # these have its values from before
+        if deferred.children or deferred.shares_memory():
+            return self._other(func, args, kwargs)  # others have its values from before, or its memory
         deferred.steps += ((func, args[1:], kwargs),)
         return tensor
 
-    def _other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: object = None) -> Any:
-        if kind is _ARITHMETIC and not kwargs:
-            result = self._derive(func, args)
+    def _other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: object = OTHER) -> Any:
+        if self._waiting and (kind is ARITHMETIC or kind is RESHAPE):
+            result = self._derive(func, args, kwargs, kind is RESHAPE)
             if result is not None:
                 return result
+        tensors = list(_tensors((*args, *kwargs.values())))
+        with unrouted():
+            on_meta = [tensor for tensor in tensors if tensor.is_meta]
+        empty = [tensor for tensor in on_meta if not self._waiting or self._deferred(tensor) is None]
+        if empty:
+            written = [*_tensors([kwargs.get("out")]), *(tensors[:1] if writes(func) or kind is ASK else ())]
+            stays_empty = all(any(tensor is one for one in empty) for tensor in written)
+            if stays_empty == (kind is ASK):
+                raise _no_values(func, tensors[0])
+            if len(empty) < len(tensors):
+                return self._without_values(func, args, kwargs)
         if self._waiting:
-            for tensor in _tensors((*args, *kwargs.values())):
+            for tensor in on_meta:
                 self.give_values(tensor)
         return func(*args, **kwargs)
 
-    def _derive(self, func: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
-        """The deferred result of arithmetic between a deferred tensor and numbers; None for anything else."""
+    def _without_values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function with parameters and with tensors that have values; see the second note."""
+
+        def sent(value: Any, all_of_them: bool) -> Any:
+            if type(value) in (list, tuple):
+                return type(value)(sent(one, all_of_them) for one in value)
+            if not isinstance(value, torch.Tensor) or not (all_of_them or id(value) in self._waiting):
+                return value
+            if value.is_meta and id(value) not in self._waiting:
+                return value
+            return _like(value).requires_grad_(value.requires_grad)
+
+        def call(all_of_them: bool) -> Any:
+            named = {name: sent(arg, all_of_them) for name, arg in kwargs.items()}
+            return func(*sent(args, all_of_them), **named)
+
+        try:
+            return call(False)  # torch takes some with values: an index, what is copied
+        except (RuntimeError, NotImplementedError):
+            return call(True)
+
+    def _derive(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], may_share: bool
+    ) -> torch.Tensor | None:
+        """The deferred result of computing with one deferred tensor and numbers; None for anything else."""
         operands = [arg for arg in args if isinstance(arg, torch.Tensor)]
-        if len(operands) != 1 or not all(arg is operands[0] or isinstance(arg, (int, float)) for arg in args):
+        if len(operands) != 1 or not all(
+            arg is operands[0] or is_plain(arg) for arg in (*args, *kwargs.values())
+        ):
             return None
-        parent = self._waiting.get(id(operands[0]))
-        if parent is None or parent.tensor.requires_grad or not parent.tensor.is_floating_point():
-            return None
-        made = torch.empty_like(parent.tensor)
-        child = _Deferred(made, func, args, {})
-        child.parent = parent
+        operand = operands[0]
+        parent = self._waiting.get(id(operand))
+        with unrouted():
+            if parent is None or operand.requires_grad or not (may_share or operand.is_floating_point()):
+                return None
+            if may_share:
+                result = func(*args, **kwargs)
+                if result is operand:
+                    return operand
+                made = _like(result)
+            elif kwargs or not all(arg is operand or isinstance(arg, (int, float)) for arg in args):
+                return None
+            else:
+                made = torch.empty_like(operand)
+        child = _Deferred(made, func, args, kwargs)
+        child.parent, child.may_share = parent, may_share
         parent.children += (child,)
         return self._wait(child)
 
@@ -146,15 +232,29 @@ class Deferral(TorchFunctionMode):
 
     def _deferred(self, tensor: torch.Tensor) -> _Deferred | None:
         """The recipe of a tensor: its own, or that of the tensor which a parameter was made of, unless it is registered."""
-        found = self._waiting.get(id(tensor))
-        if found is not None:
-            return found
         with unrouted():
+            if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+                self._refuse_wrapped(tensor)
+                return None
+            found = self._waiting.get(id(tensor))
+            if found is not None:
+                found.check_memory()
+                return found
             if not tensor.is_meta:
                 return None
             self._settle_claims()
             found = self._by_memory.get(_memory(tensor))
         return None if found is None or found.is_claimed else found
+
+    def _refuse_wrapped(self, tensor: torch.Tensor) -> None:
+        """What torch.func wraps cannot get values any more."""
+        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = torch._C._functorch.get_unwrapped(tensor)
+        if id(tensor) in self._waiting:
+            raise RuntimeError(
+                f"torch.func computes with a tensor of {tensor.nbytes} bytes that was made in this empty context and has "
+                "no values yet: make it before, or ask for its values first (`tensor[:1].tolist()`)"
+            )
 
     def _settle_claims(self) -> None:
         with unrouted():
@@ -170,19 +270,30 @@ class Deferral(TorchFunctionMode):
             self._claimed.clear()
 
     def _carry_out(self, deferred: _Deferred, tensor: torch.Tensor) -> None:
+        deferred.check_memory()
         root = deferred
         while root.parent is not None:
             root = root.parent
-        with torch.no_grad():
-            family = [(root, root.values())]
-            for member, values in family:  # grows
-                wanted = [one for one in member.children if not (one.is_claimed and _is_held_here_only(one))]
-                family += [(one, one.values(member.tensor, values)) for one in wanted]
-        for member, values in family:
+        needing_gradient = []
+        family = [root]
+        while family:
+            member = family.pop()
             self._forget(member)
-            _swap(member.tensor, values)
+            if member.tensor.requires_grad:
+                needing_gradient.append(member.tensor)
+            _swap(member.tensor, member.values())
+            wanted = [
+                one
+                for one in member.children
+                if one.steps or not (one.is_claimed and _is_held_here_only(one))
+            ]
+            family += reversed(wanted)  # in the order of the calls, each with what was made of it
+        for one in needing_gradient:
+            one.requires_grad_()
         if tensor is not deferred.tensor:  # a parameter that was made of it
+            needs_gradient = tensor.requires_grad
             _swap(tensor, torch.Tensor._make_subclass(type(tensor), deferred.tensor.detach()))
+            tensor.requires_grad_(needs_gradient)
 
     def _forget(self, deferred: _Deferred) -> None:
         self._waiting.pop(id(deferred.tensor), None)
@@ -199,6 +310,8 @@ class _Deferred:
     children: tuple[_Deferred, ...] = ()
     parent: _Deferred | None = None
     memory: int | None = None  # identifies it, once somebody asked
+    first_memory: int | None = None  # of a large one, when it was made
+    may_share = False  # memory with its parent
     is_claimed = False  # a registered parameter is made of it
 
     def __init__(
@@ -206,15 +319,35 @@ class _Deferred:
     ) -> None:
         self.tensor, self.func, self.args, self.kwargs = tensor, func, args, kwargs
 
-    def values(self, parent: torch.Tensor | None = None, real: torch.Tensor | None = None) -> torch.Tensor:
-        """The real tensor, of the shape and dtype at the time of the call; `real` are the values of `parent`, if it has one."""
-        if parent is not None:
-            tensor: torch.Tensor = self.func(*(real if arg is parent else arg for arg in self.args))
+    def check_memory(self) -> None:
+        """Raise RuntimeError for a tensor that has become another one without a call that we see."""
+        if self.first_memory is not None and _memory(self.tensor) != self.first_memory:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(self.tensor.shape)} was made in this empty context and then exchanged (set_, "
+                "swap_tensors) before it had values: make it before, or ask for its values first (`tensor[:1].tolist()`)"
+            )
+
+    def shares_memory(self) -> bool:
+        """Whether a fill may reach tensors other than those that this one was made of, one of the other."""
+        one = self
+        while one.may_share and one.parent is not None:
+            one = one.parent
+            if len(one.children) > 1:
+                return True
+        return False
+
+    def values(self) -> torch.Tensor:
+        """The real tensor, of the shape and dtype at the time of the call; what it is made of has its values."""
+        tensor: torch.Tensor
+        if self.parent is not None:
+            tensor = self.func(*self.args, **self.kwargs)
         else:
-            values = self.args[1:] if self.func is torch.full else ()
+            values = (self.tensor.shape, *self.args[1:]) if self.func is torch.full else self.args
+            if self.func in BY_SHAPE and self.func is not torch.full:
+                values = (self.tensor.shape,)
             kwargs = {name: value for name, value in self.kwargs.items() if name != "size"}
-            tensor = self.func(self.tensor.shape, *values, **{**kwargs, "dtype": self.tensor.dtype})
-        tensor.requires_grad_(False)
+            tensor = self.func(*values, **{**kwargs, "dtype": self.tensor.dtype})
+            tensor.requires_grad_(False)
         for func, others, named in self.steps:
             if "tensor" in named:
                 func(**{**named, "tensor": tensor})
@@ -224,10 +357,26 @@ class _Deferred:
 
 
 def _swap(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Give `tensor`, the same Python object, the values; attributes and `requires_grad` are kept."""
-    values.requires_grad_(tensor.requires_grad)
-    values.__dict__.update(tensor.__dict__)
-    torch.utils.swap_tensors(tensor, values)
+    """Give `tensor`, the same Python object, the values; it keeps its class, attributes and weak references.
+
+    torch.utils.swap_tensors would swap these too, and refuses a tensor that has weak references.
+    """
+    torch._C._swap_tensor_impl(tensor, values)
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on meta of the same shape, strides and dtype, with memory of its own."""
+    if tensor.layout is not torch.strided:
+        return tensor.to(META)
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
+
+
+def _no_values(func: Any, tensor: torch.Tensor) -> RuntimeError:
+    return RuntimeError(
+        f"{getattr(func, '__name__', func)!r} asks for the values of a parameter, or of what was computed from one, while "
+        f"the model is built empty (shape {tuple(tensor.shape)}): there are none yet. Build this part in "
+        "`with init_on_device('cpu'):`, or give it the value"
+    )
 
 
 def _is_held_here_only(deferred: _Deferred) -> bool:
@@ -244,63 +393,3 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _tensors(value)
-        elif isinstance(value, dict):
-            yield from _tensors(value.values())
-
-
-def _sized(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """The tensor on meta for `torch.zeros` and those with its arguments; None for unusual ones."""
-    if not kwargs.keys() <= _USUAL:
-        return None
-    if "generator" in kwargs:
-        kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
-    with unrouted():
-        return torch.empty(*args, **{**kwargs, "device": _META})
-
-
-def _full(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    if len(args) != 2 or not kwargs.keys() <= _USUAL:
-        return None
-    size, value = args
-    dtype = kwargs.get("dtype")
-    if dtype is None:
-        dtype = {bool: torch.bool, int: torch.int64, float: torch.get_default_dtype()}.get(type(value))
-    if dtype is None or not isinstance(value, (bool, int, float)):
-        return None
-    with unrouted():
-        return torch.empty(size, **{**kwargs, "dtype": dtype, "device": _META})
-
-
-_USUAL = frozenset(["size", "dtype", "device", "requires_grad", "generator"])
-_SIZED = {
-    **dict.fromkeys([torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn], _sized),
-    torch.full: _full,
-}
-
-# what is done with a call of each function; the most frequent kind first
-_LOOK, _MAKE, _FILL, _ARITHMETIC, _OTHER = "look", "make", "fill", "arithmetic", "other"
-
-
-def _kinds() -> dict[Any, str]:
-    tensor = torch.Tensor
-    looks = "dim size numel stride element_size is_floating_point is_complex is_contiguous requires_grad_"
-    shown = "grad_fn shape ndim dtype requires_grad is_leaf layout itemsize nbytes"
-    # in-place, of the same shape, and changing nothing but values
-    fills = "normal_ uniform_ zero_ fill_ erfinv_ clamp_ random_ mul_ div_ add_ sub_"
-    initialisers = "normal_ uniform_ constant_ kaiming_uniform_"
-    operators = (
-        "mul div true_divide add sub __mul__ __rmul__ __truediv__ __add__ __radd__ __sub__ __neg__ neg"
-    )
-    return {
-        **{getattr(tensor, name): _LOOK for name in looks.split()},
-        **{getattr(tensor, name).__get__: _LOOK for name in shown.split()},
-        torch._C._set_grad_enabled: _LOOK,
-        **dict.fromkeys(_SIZED, _MAKE),
-        **{getattr(tensor, name): _FILL for name in fills.split()},
-        **{getattr(nn.init, name): _FILL for name in initialisers.split()},
-        **{getattr(tensor, name): _ARITHMETIC for name in operators.split()},
-        **{getattr(torch, name): _ARITHMETIC for name in ("mul", "div", "true_divide", "add", "sub", "neg")},
-    }
-
-
-_KINDS = _kinds()

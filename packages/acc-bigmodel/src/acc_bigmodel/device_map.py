@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from acc_bigmodel.atoms import collapse, group_atoms
-from acc_bigmodel.budget import DeviceKey, MaxMemory, device_key, get_max_memory
+from acc_bigmodel.budget import DeviceKey, MaxMemory, device_key, device_rank, get_max_memory
 from acc_bigmodel.measure import DtypeLike, as_class_names, below, is_piece, modules_in_order, take_inventory
-from acc_bigmodel.placement import CPU, DISK, Device, Placement, main_of, plan
+from acc_bigmodel.placement import CPU, DISK, Device, Placement, placement_of_map, plan
 from acc_hooks.ties import every_tensor
 from acc_ops.option_fields import hint
 
@@ -74,6 +74,7 @@ def plan_model(
 
     Raises PlacementError (a ValueError) when the budgets cannot hold the model.
     """
+    _warn_of_absent(model, as_class_names(no_split_module_classes))
     inventory = take_inventory(model, dtype, special_dtypes, no_split_module_classes)
     budgets: dict[Device, int | None] = dict(get_max_memory(max_memory))
     budgets.setdefault(DISK, None)
@@ -97,21 +98,17 @@ def describe_device_map(
     Raises ValueError for a tensor that the map gives no device.
     """
     inventory = take_inventory(model, dtype)
-    homes = expand_device_map(device_map, inventory.sizes)
+    homes = expand_device_map(device_map, inventory.sizes)  # by tensor
     blocks = {key for key in device_map if key not in inventory.sizes and not _is_split(key, device_map)}
     atoms = group_atoms(inventory.sizes, (), blocks, inventory.buffers)
     shown = dict(get_max_memory(max_memory)) if max_memory is not None else {}
-    seen = sorted(set(homes.values()), key=_order)
+    seen = sorted(set(homes.values()), key=device_rank)
     budgets: dict[Device, int | None] = {
         **shown,
         **dict.fromkeys(device for device in seen if device not in shown),
     }
-    return Placement(
-        atoms=atoms,
-        homes=[homes[atoms.tensors_of(number)[0]] for number in range(len(atoms))],
-        budgets=budgets,
-        main=main_of(budgets),
-        refusals={},
+    return placement_of_map(
+        atoms, [homes[atoms.tensors_of(number)[0]] for number in range(len(atoms))], budgets
     )
 
 
@@ -122,6 +119,21 @@ def expand_device_map(
 
     Devices come in one form (see `device_key`). Tensors without one get `default`; when that is None this raises ValueError naming the tensors without a device.
     """
+    names = list(names)
+    found = devices_of(device_map, names)
+    if default is not None:
+        return {name: found.get(name, default) for name in names}
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise ValueError(
+            f"the device map gives no device to {_listing(missing)}; add them, a module around them, or '' for everything"
+        )
+    return found
+
+
+def devices_of(device_map: Mapping[str, DeviceKey], names: Iterable[str]) -> dict[str, Device]:
+    """As `expand_device_map`, without those that have no device."""
+    check_form(device_map)
     devices = {key: device_key(device) for key, device in device_map.items()}
     by_module: dict[str, Device | None] = {}
 
@@ -138,18 +150,10 @@ def expand_device_map(
         return by_module[module]
 
     found: dict[str, Device] = {}
-    missing = []
     for name in names:
         device = devices[name] if name in devices else of_module(name.rpartition(".")[0])
-        device = default if device is None else device
-        if device is None:
-            missing.append(name)
-        else:
+        if device is not None:
             found[name] = device
-    if missing:
-        raise ValueError(
-            f"the device map gives no device to {_listing(missing)}; add them, a module around them, or '' for everything"
-        )
     return found
 
 
@@ -158,6 +162,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, DeviceKey]) -> N
 
     Raises ValueError naming the tensors without a device.
     """
+    check_form(device_map)
     names = state_names(model)
     modules = {path for path, _ in modules_in_order(model)}
     tensors = {name for name, _ in every_tensor(model)}
@@ -251,12 +256,29 @@ def _is_split(key: str, device_map: Mapping[str, DeviceKey]) -> bool:
     return any(other != key and (not key or other.startswith(key + ".")) for other in device_map)
 
 
-def _order(device: Device) -> tuple[int, str]:
-    return (
-        (0, f"{device:09d}")
-        if isinstance(device, int)
-        else (1 + (device == CPU) + 2 * (device == DISK), device)
-    )
+def check_form(device_map: object) -> None:
+    """Raise ValueError unless this is a mapping of names."""
+    if not isinstance(device_map, Mapping):
+        raise ValueError(f"the device map is {device_map!r}, but must map names of modules to devices")
+    for key in device_map:
+        if not isinstance(key, str):
+            raise ValueError(
+                f"the device map has the key {key!r}, but keys are names of modules or tensors, '' the whole model: "
+                f"use {str(key)!r} for a part of that name"
+            )
+
+
+def _warn_of_absent(model: nn.Module, classes: Sequence[str]) -> None:
+    """Say that classes are not in the model; one of several may belong to another variant of it, and is only noted."""
+    there = {type(module).__name__ for _, module in modules_in_order(model)}
+    absent = [name for name in classes if name not in there]
+    if absent:
+        logger.log(
+            logging.WARNING if len(absent) == len(classes) else logging.INFO,
+            "no_split_module_classes names %s, but the model has no such module%s",
+            ", ".join(absent),
+            hint(absent[0], there),
+        )
 
 
 def _listing(names: Sequence[str]) -> str:

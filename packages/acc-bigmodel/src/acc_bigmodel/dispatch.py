@@ -14,9 +14,9 @@ from torch import nn
 
 from acc_bigmodel import device_map as device_maps
 from acc_bigmodel.budget import DeviceKey, check_present, device_key
-from acc_bigmodel.device_map import expand_device_map
+from acc_bigmodel.device_map import devices_of, expand_device_map
 from acc_bigmodel.guard import guard_moves
-from acc_bigmodel.kept import OnDisk, check_disk, keep, kept_where, on_cpu, on_disk_before, refuse_empty
+from acc_bigmodel.kept import OnDisk, check_disk, in_memory, keep, kept_where, on_disk_before, refuse_empty
 from acc_bigmodel.measure import modules_in_order
 from acc_bigmodel.offload import offload_or_reuse, offloading_into
 from acc_bigmodel.placement import CPU, DISK, Device
@@ -65,6 +65,36 @@ def dispatch_model(
     """
     device_maps.check_device_map(model, device_map)
     check_present(device_map)
+    return dispatch_checked(
+        model,
+        device_map,
+        main_device=main_device,
+        state_dict=state_dict,
+        offload_dir=offload_dir,
+        offload_index=offload_index,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        force_hooks=force_hooks,
+        prefetch=prefetch,
+    )
+
+
+def dispatch_checked(
+    model: nn.Module,
+    device_map: Mapping[str, DeviceKey],
+    *,
+    main_device: DeviceKey | None = None,
+    state_dict: dict[str, torch.Tensor] | None = None,
+    offload_dir: str | os.PathLike[str] | None = None,
+    offload_index: Mapping[str, Any] | None = None,
+    offload_buffers: bool = False,
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: list[str] | None = None,
+    force_hooks: bool = False,
+    prefetch: int = LAYERS_AHEAD,
+) -> nn.Module:
+    """`dispatch_model` for a map that was checked, with what it warns about."""
     devices = _by_first_names(model, {key: device_key(device) for key, device in device_map.items()})
     used = list(dict.fromkeys(devices.values()))
     if len(used) == 1 and used[0] != DISK and not force_hooks:
@@ -80,7 +110,8 @@ def dispatch_model(
     check_disk(kept_where(model, devices, offloaded, main, offload_buffers), disk)
     _bring_back(model)
     with _as_it_was(model):
-        kept = kept_where(model, devices, offloaded, main, offload_buffers)
+        homes = kept_where(model, devices, offloaded, main, offload_buffers)
+        kept = {name: home for name, home in homes.items() if home == CPU or home != main}
         blocks = _blocks(model, devices, main)
         attach_align_device_hook_on_blocks(
             model,
@@ -93,6 +124,7 @@ def dispatch_model(
             skip_keys=skip_keys,
             preload_module_classes=preload_module_classes,
             prefetch=prefetch,
+            staying=homes.keys() - kept.keys(),
         )
         _bring_uncovered(model, devices, main)
     guard_moves(model)
@@ -118,7 +150,7 @@ def cpu_offload(
     if state_dict is None:
         values = dict(every_tensor(model))
         refuse_empty(values, CPU)
-        state_dict = on_cpu(values)
+        state_dict = in_memory(values)
     return _offload_all(
         model, execution_device, offload_buffers, state_dict, preload_module_classes, prefetch
     )
@@ -234,31 +266,19 @@ def _is_offloaded(device: Device, main: Device) -> bool:
 def _by_first_names(model: nn.Module, devices: Mapping[str, Device]) -> dict[str, Device]:
     """The map with one place for a module that has several names: where the first of them is sent."""
     found = dict(devices)
-    first_name: dict[int, str] = {}
-    below_another: set[str] = set()  # what is below a second name goes with it
-    for path, module in modules_in_order(model):
-        first = first_name.setdefault(id(module), path)
-        if first == path or path.rpartition(".")[0] in below_another:
-            if first != path:
-                below_another.add(path)
-            continue
-        below_another.add(path)
-        home = expand_device_map(devices, [first], default="nowhere")[first]
-        if home == "nowhere":
+    for path, first in _second_names(model):
+        homes = devices_of(devices, [first, path])
+        if first not in homes:
             continue
         as_first = {
             path + key[len(first) :]: to for key, to in devices.items() if key.startswith(f"{first}.")
         }
         second = [key for key in found if key == path or key.startswith(f"{path}.")]
-        if (
-            not as_first
-            and not second
-            and expand_device_map(devices, [path], default="nowhere")[path] == home
-        ):
+        if not as_first and not second and homes.get(path) == homes[first]:
             continue  # one entry around both
-        as_first[path] = home
-        for key in second:
-            if found.pop(key) != expand_device_map(as_first, [key])[key]:
+        as_first[path] = homes[first]
+        for key, home in devices_of(as_first, second).items():
+            if found.pop(key) != home:
                 logger.warning(
                     "The device map sends %r elsewhere than %r, which is the same module: it goes where %r is sent.",
                     key,
@@ -267,6 +287,21 @@ def _by_first_names(model: nn.Module, devices: Mapping[str, Device]) -> dict[str
                 )
         found.update(as_first)
     return found
+
+
+def _second_names(model: nn.Module) -> list[tuple[str, str]]:
+    """Every further name of a module, with its first; what is below a further name goes with it, and is left out."""
+    first_name: dict[int, str] = {}
+    further: set[str] = set()
+    outermost: list[tuple[str, str]] = []
+    for path, module in modules_in_order(model):
+        first = first_name.setdefault(id(module), path)
+        if first == path:
+            continue
+        if path.rpartition(".")[0] not in further:
+            outermost.append((path, first))
+        further.add(path)
+    return outermost
 
 
 def _blocks(model: nn.Module, devices: Mapping[str, Device], main: Device) -> dict[str, Device]:
@@ -291,9 +326,9 @@ def _blocks(model: nn.Module, devices: Mapping[str, Device], main: Device) -> di
 def _bring_uncovered(model: nn.Module, devices: Mapping[str, Device], main: Device) -> None:
     """Buffers that no state dict holds need no device in a map: they go where the model computes."""
     names = [name for name, tensor in every_tensor(model) if tensor.device.type != "meta"]
-    covered = expand_device_map(devices, names, default="nowhere")
+    covered = devices_of(devices, names)
     for name in names:
-        if covered[name] == "nowhere":
+        if name not in covered:
             set_module_tensor_to_device(model, name, canonical_device(main))
 
 

@@ -17,7 +17,8 @@ from torch.nn.modules.module import (
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from acc_bigmodel.deferred import Deferral, unrouted
+from acc_bigmodel.deferred import Deferral
+from acc_bigmodel.deferred_calls import unrouted
 from acc_ops.devices import canonical_device
 from acc_ops.environment import parse_flag_from_env
 
@@ -52,8 +53,10 @@ def init_on_device(device: int | str | torch.device, include_buffers: bool | Non
             stack.enter_context(target.deferral)
         try:
             yield
-        finally:
-            target.finish()
+        except BaseException:
+            target.abandon()
+            raise
+        target.finish()
 
 
 class _Target:
@@ -76,6 +79,9 @@ class _Target:
                 return None
             if is_lazy(cast("Any", parameter)):
                 return None  # it has no memory yet
+            if self.deferral is not None and self.deferral.has_made(parameter):
+                torch._C._swap_tensor_impl(parameter, _moved_parameter(parameter, self.device))
+                return None
         known = self.moved.get(id(parameter))
         if known is not None and known[0]() is parameter:
             return known[1]
@@ -88,6 +94,8 @@ class _Target:
 
     def buffer(self, buffer: torch.Tensor) -> torch.Tensor | None:
         """What to register in place of a buffer; None for itself."""
+        if is_lazy(cast("Any", buffer)):
+            return None  # it has no memory yet
         if self.buffers and self.deferral is not None:
             with unrouted():
                 if buffer.is_meta:
@@ -98,10 +106,14 @@ class _Target:
 
     def finish(self) -> None:
         """What is no parameter has its values, and no module a trace of us."""
-        for module in list(self.unfilled.values()):
-            cast("Any", module).reset_parameters()
+        self.abandon()
         if self.deferral is not None:
             self.deferral.finish()
+
+    def abandon(self) -> None:
+        """No module has a trace of us. What is deferred is left: it may be too large for this machine."""
+        for module in list(self.unfilled.values()):
+            cast("Any", module).reset_parameters()
 
     def _skip_filling(self, module: nn.Module) -> None:
         """Make the next `module.reset_parameters()`, with which its `__init__` ends, do nothing, and then be as it was."""

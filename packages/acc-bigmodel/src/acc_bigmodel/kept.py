@@ -13,17 +13,18 @@ from torch import nn
 
 from acc_bigmodel import device_map as device_maps
 from acc_bigmodel.device_map import expand_device_map
+from acc_bigmodel.load_plan import buffer_names
 from acc_bigmodel.offload import offload_or_reuse, offloading_into
 from acc_bigmodel.placement import CPU, DISK, Device
-from acc_bigmodel.quantized import weight_of
 from acc_bigmodel.stores.disk import OffloadedWeightsLoader
-from acc_bigmodel.stores.folder import same_bytes
+from acc_bigmodel.stores.folder import same_bytes, weight_of
 from acc_bigmodel.stores.safetensors import SafetensorsStore
 from acc_bigmodel.stores.store import FileSlice
 from acc_bigmodel.weights import weights_of
 from acc_hooks.placeholder import is_placeholder
 from acc_hooks.tensors import get_tensor, owner_of, put_tensor, set_module_tensor_to_device
 from acc_hooks.ties import every_tensor, group_by_tensor
+from acc_ops.devices import canonical_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,14 +55,20 @@ def on_disk_before(model: nn.Module) -> OnDisk:
     return OnDisk(folder=folder, slices=slices)
 
 
-def on_cpu(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The values on the CPU, where names that share one share it again."""
+def in_memory(
+    values: Mapping[str, torch.Tensor], kept: Mapping[str, Device] | None = None
+) -> dict[str, torch.Tensor]:
+    """The values where they are kept (default: on the CPU); names that share one share it again on each device."""
     leader_of = {name: group[0] for group in group_by_tensor(values.items()) for name in group}
-    moved: dict[str, torch.Tensor] = {}
+    moved: dict[tuple[str, Device], torch.Tensor] = {}
+    result: dict[str, torch.Tensor] = {}
     for name, tensor in values.items():
-        leader = leader_of.get(name, name)
-        moved[name] = moved[leader] if leader in moved else tensor.detach().to(CPU)
-    return moved
+        home = CPU if kept is None or kept[name] == DISK else kept[name]
+        place = leader_of.get(name, name), home
+        if place not in moved:
+            moved[place] = tensor.detach().to(canonical_device(home))
+        result[name] = moved[place]
+    return result
 
 
 def kept_where(
@@ -71,10 +78,11 @@ def kept_where(
     main: Device,
     offload_buffers: bool,
 ) -> dict[str, Device]:
-    """Where every tensor that is brought over for a forward is kept meanwhile: on the disk or on the CPU.
+    """Where every tensor of an offloaded block is kept: on the disk, on the CPU or an accelerator, as the map says.
 
     `offloaded` says of each block whether it is; buffers, unless `offload_buffers`, and those that no state dict holds stay.
-    A tie of which one name is on the CPU needs no second copy on the disk.
+    What is kept on `main`, if that is an accelerator, need not be brought over. A tie of which one name is on the CPU needs
+    no second copy on the disk.
     """
     values = dict(every_tensor(model))
     wanted = expand_device_map(devices, values, default=main)
@@ -82,15 +90,15 @@ def kept_where(
         {path: DISK if away else CPU for path, away in offloaded.items()}, values, CPU
     )
     persistent = set(device_maps.state_names(model))
-    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    buffers = buffer_names(model)
     kept: dict[str, Device] = {}
     for name, away in is_away.items():
         stays = name in buffers and not (offload_buffers and name in persistent)
         if away == DISK and not stays:
-            kept[name] = DISK if wanted[name] == DISK else CPU
+            kept[name] = wanted[name]
     for names in group_by_tensor(values.items()):
         if any(kept.get(name, wanted[name]) == CPU for name in names):
-            kept.update((name, CPU) for name in names if name in kept)
+            kept.update((name, CPU) for name in names if kept.get(name) == DISK)
     return kept
 
 
@@ -118,7 +126,7 @@ def keep(
     state_dict: Mapping[str, torch.Tensor] | None,
     disk: OnDisk,
 ) -> OffloadedWeightsLoader:
-    """The offloaded tensors: those for the CPU in memory, those for the disk behind an index, and mapped.
+    """The offloaded tensors: those for the disk behind an index, and mapped, the others in memory where they are kept.
 
     What is on the disk nowhere yet is written to `disk.folder`; without one, what was changed since it was read from its
     file stays in memory. Values of `state_dict` go before the model's own. Tensors on meta get their mapped values.
@@ -136,7 +144,7 @@ def keep(
         own = {name: tensor for name, tensor in values.items() if name not in given and name not in index}
         refuse_empty(own, CPU)
         weights = OffloadedWeightsLoader(
-            state_dict={**given, **on_cpu(own)}, save_folder=disk.folder, index=index
+            state_dict={**given, **in_memory(own, kept)}, save_folder=disk.folder, index=index
         )
         weights.hold(index)
     _map_placeholders(model, on_disk, weights)

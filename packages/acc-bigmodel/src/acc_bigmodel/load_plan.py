@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,8 +14,9 @@ from torch import nn
 from acc_bigmodel.device_map import state_names
 from acc_bigmodel.measure import modules_in_order
 from acc_bigmodel.placement import CPU, DISK, Device
+from acc_bigmodel.quantized import is_8bit
 from acc_bigmodel.stores.dtypes import dtype_named
-from acc_bigmodel.stores.folder import same_bytes
+from acc_bigmodel.stores.folder import same_bytes, statistics_of
 from acc_bigmodel.stores.pieces import give_back
 from acc_bigmodel.stores.store import WeightStore
 from acc_hooks.tensors import is_plain
@@ -36,6 +38,7 @@ class LoadWishes:
     keep_in_fp32: tuple[str, ...] = ()
     offload_buffers: bool = False
     offload_folder: str | os.PathLike[str] | None = None
+    quantise_8bit: bool = False  # on the way to the disk, what bitsandbytes' parameters would quantise
     is_dispatched: bool = False  # hooks follow, which know ties and give each device its copy of one
 
 
@@ -48,6 +51,8 @@ class Step:
     home: Device | None
     dtype: torch.dtype
     shared_with: str | None = None  # the name of another step, whose tensor this name gets
+    is_quantised: bool = False  # to 8 bits, on the way to the disk
+    statistics: str | None = None  # under which name those of a stored 8-bit weight are stored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,15 +82,15 @@ class LoadReport:
         """The names that have no counterpart, with the closest ones, in one sentence each."""
         lines = []
         if self.missing:
-            lines.append(f"it lacks {_named(self.missing, self.unexpected)}")
+            lines.append(f"it lacks {named(self.missing, self.unexpected)}")
         if self.unexpected:
-            lines.append(f"the model has no {_named(self.unexpected, self.missing)}")
+            lines.append(f"the model has no {named(self.unexpected, self.missing)}")
         if self.conflicting:
             lines.append(
-                f"the model ties {_named(self.conflicting, ())} to another name whose value differs, and which is used"
+                f"the model ties {named(self.conflicting, ())} to another name whose value differs, and which is used"
             )
         if self.skipped:
-            lines.append(f"its entries {_named(self.skipped, ())} are no tensors")
+            lines.append(f"its entries {named(self.skipped, ())} are no tensors")
         return "; ".join(lines)
 
 
@@ -106,7 +111,7 @@ def plan_load(
     """
     tensors = dict(every_tensor(model))
     names = state_names(model)
-    buffers = _buffer_names(model)
+    buffers = buffer_names(model)
     wanted = None if wishes.dtype is None else dtype_named(wishes.dtype)
     if wanted is not None and not _is_floating(wanted):
         raise ValueError(
@@ -130,16 +135,24 @@ def plan_load(
         if home == DISK and name in buffers and not wishes.offload_buffers:
             home = CPU
         dtype = _dtype_for(name, tensor, store.dtype(source), wanted, wishes.keep_in_fp32)
-        steps.append(Step(name=name, source=source, home=home, dtype=dtype))
+        if not _is_convertible(store.dtype(source), dtype):
+            wrong.append(
+                f"{name!r} is {store.dtype(source)} in the checkpoint, which torch cannot convert to {dtype}"
+            )
+            continue
+        step = Step(name=name, source=source, home=home, dtype=dtype)
+        if home == DISK and is_8bit(tensor):
+            step = _in_8_bits(step, store, wishes)
+        steps.append(step)
         if source != name:
             tied.append(name)
-        if dtype != store.dtype(source):
+        if step.dtype != store.dtype(source):
             cast.append(name)
     if wrong:
         raise CheckpointMismatch(f"{called} does not fit the model: {'; '.join(wrong[:10])}")
     steps = _shared(steps, group_of, wishes.is_dispatched)
     extra = extra_states(model)
-    known = {*names, *extra}
+    known = {*names, *extra, *(step.statistics for step in steps)}
     held = {*store, *store.others}
     report = LoadReport(
         loaded={step.name: step.home for step in steps},
@@ -161,6 +174,20 @@ def extra_states(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
+def buffer_names(model: nn.Module) -> set[str]:
+    """The names of all buffers, each of those that a shared one has."""
+    return {name for name, _ in model.named_buffers(remove_duplicate=False)}
+
+
+def named(names: Sequence[str], candidates: Sequence[str] = ()) -> str:
+    """The first five names, with those of the `candidates` that are meant, and how many more there are."""
+    shown = []
+    for name in names[:5]:
+        near = closest(name, candidates)
+        shown.append(f"{name!r}" + (f" (is {near!r} meant?)" if near else ""))
+    return ", ".join(shown) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
 def find_conflicts(store: WeightStore, steps: Sequence[Step]) -> tuple[str, ...]:
     """The names that share another's tensor although `store` has a different value for them. Reads those two."""
     by_name = {step.name: step for step in steps}
@@ -176,7 +203,8 @@ def _equal(store: WeightStore, name: str, other: str) -> bool:
     if store.shape(name) != store.shape(other):
         return False
     one, two = store.peek(name), store.peek(other)
-    equal = same_bytes(one, two) or (one.dtype != two.dtype and torch.equal(one.double(), two.double()))
+    widest = torch.complex128 if one.is_complex() or two.is_complex() else torch.float64
+    equal = same_bytes(one, two) or (one.dtype != two.dtype and torch.equal(one.to(widest), two.to(widest)))
     for key, tensor in ((name, one), (other, two)):
         if store.is_mapped(key):
             give_back(tensor)
@@ -213,9 +241,35 @@ def _problem(
         return (
             f"{name!r} has the shape {tuple(shape)} in the checkpoint and {tuple(tensor.shape)} in the model"
         )
-    if is_plain(tensor) and _is_floating(dtype) and not _is_floating(tensor.dtype):
-        return f"{name!r} is {dtype} in the checkpoint and {tensor.dtype} in the model"
-    return None
+    cuts = _is_floating(dtype) and not _is_floating(tensor.dtype)  # fractions
+    cuts = cuts or (dtype.is_complex and not tensor.dtype.is_complex)  # imaginary parts
+    return (
+        f"{name!r} is {dtype} in the checkpoint and {tensor.dtype} in the model"
+        if cuts and is_plain(tensor)
+        else None
+    )
+
+
+@functools.cache
+def _is_convertible(dtype: torch.dtype, to: torch.dtype) -> bool:
+    """Whether torch converts the one into the other; a tensor without elements would convert in any case."""
+    try:
+        torch.empty(1, dtype=dtype, device="cpu").to(to)
+    except (NotImplementedError, RuntimeError, TypeError):
+        return False
+    return True
+
+
+def _in_8_bits(step: Step, store: WeightStore, wishes: LoadWishes) -> Step:
+    """The step of an 8-bit weight to the disk: one stored in 8 bits brings its statistics, another is quantised if wished."""
+    if step.dtype.is_floating_point:
+        return replace(step, dtype=torch.int8, is_quantised=True) if wishes.quantise_8bit else step
+    statistics = statistics_of(step.source)
+    if statistics not in store:
+        raise CheckpointMismatch(
+            f"{step.source!r} is {step.dtype} in the checkpoint, which lacks {statistics!r}, the statistics of an 8-bit weight"
+        )
+    return replace(step, statistics=statistics)
 
 
 def _dtype_for(
@@ -229,7 +283,7 @@ def _dtype_for(
         return stored  # its class converts
     if not _is_floating(stored):
         return stored if wanted is not None else tensor.dtype
-    if wanted is None or stored.is_complex:
+    if wanted is None or tensor.dtype.is_complex:
         return tensor.dtype
     if wanted == torch.float16 and any(
         part in f".{name}." for part in (f".{kept}." for kept in keep_in_fp32)
@@ -240,15 +294,3 @@ def _dtype_for(
 
 def _is_floating(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
-
-
-def _buffer_names(model: nn.Module) -> set[str]:
-    return {name for name, _ in model.named_buffers(remove_duplicate=False)}
-
-
-def _named(names: tuple[str, ...], candidates: tuple[str, ...]) -> str:
-    shown = []
-    for name in names[:5]:
-        near = closest(name, candidates)
-        shown.append(f"{name!r}" + (f" (is {near!r} meant?)" if near else ""))
-    return ", ".join(shown) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -2,12 +2,14 @@
 
 [Note: who reads]
 With `broadcast_from_rank0` only rank 0 opens the checkpoint. The others hear of its names, shapes and dtypes, plan their own
-load with them, and get the tensors that some rank needs one after the other. A rank that cannot go on says so before the
-first tensor is sent, and every rank raises the error of the first that failed.
+load with them, and get the tensors that some rank needs one after the other. The ranks meet after each part of the load: the
+arguments, the plan, the tensors, the new values and what is written for them, the change of the model. A rank that cannot go on
+says so there, and every rank raises the error of the first that failed. Up to the last meeting no model has changed.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -44,20 +46,25 @@ class BroadcastStore(WeightStore):
         self._layouts, self.others = told
 
     def receive(self, names: Iterable[str]) -> None:
-        """Get the tensors that this rank or another needs; for all ranks together."""
+        """Get the tensors that this rank or another needs; for all ranks together, which raise what one of them raises."""
         needed = {name for wanted in self._world.comm.all_gather_object(sorted(names)) for name in wanted}
-        for name in self._layouts:  # in the same order everywhere
-            if name not in needed:
+        needed_here = [name for name in self._layouts if name in needed]  # in the same order everywhere
+        if self._own is None:
+            self._received = together(self._world, lambda: {name: self._room(name) for name in needed_here})
+        else:
+            together(self._world, lambda: None)
+        error: Exception | None = None
+        for name in needed_here:
+            if self._own is None:
+                self._received[name] = self._world.comm.broadcast(self._received[name])
                 continue
-            if self._own is not None:
-                tensor = self._own.peek(name)
-                self._world.comm.broadcast(tensor.detach().contiguous())
-                if self._own.is_mapped(name):
-                    give_back(tensor)
-            else:
-                layout = self._layouts[name]
-                tensor = torch.empty(layout.shape, dtype=layout.dtype, device="cpu")
-                self._received[name] = self._world.comm.broadcast(tensor)
+            tensor, failure = tried(functools.partial(self._own.peek, name))
+            error = error or failure
+            # the others wait for as many tensors, whatever happened
+            self._world.comm.broadcast(self._room(name) if tensor is None else tensor.detach().contiguous())
+            if tensor is not None and self._own.is_mapped(name):
+                give_back(tensor)
+        raise_together(self._world, error)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._received[name] if self._own is None else self._own[name]
@@ -91,6 +98,10 @@ class BroadcastStore(WeightStore):
 
     def is_mapped(self, name: str) -> bool:
         return self._own is not None and self._own.is_mapped(name)
+
+    def _room(self, name: str) -> torch.Tensor:
+        """Memory for a tensor."""
+        return torch.empty(self._layouts[name].shape, dtype=self._layouts[name].dtype, device="cpu")
 
     def _open(self, checkpoint: str | os.PathLike[str]) -> tuple[dict[str, _Layout], Mapping[str, Any]]:
         store = open_store(checkpoint)
@@ -157,7 +168,9 @@ def load_sharded(
     report: LoadReport = read[1] if read is not None else LoadReport(loaded={})
     if broadcast_from_rank0:
         report = world.comm.broadcast_object(report)
-    state = {} if read is None else {name: read[0][name] for name in report.loaded}
+    state: dict[str, torch.Tensor] = together(
+        world, lambda: {} if read is None else {name: read[0][name] for name in report.loaded}
+    )
     options = checkpointing.StateDictOptions(
         full_state_dict=full_state_dict, strict=False, broadcast_from_rank0=broadcast_from_rank0
     )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from acc_bigmodel.atoms import and_parents
 from acc_bigmodel.stores.disk import OffloadedWeightsLoader
 from acc_bigmodel.stores.dtypes import name_of_dtype
 from acc_bigmodel.stores.folder import (
@@ -18,6 +20,7 @@ from acc_bigmodel.stores.folder import (
     raw_file,
     read_raw,
     same_bytes,
+    statistics_of,
     stored_raw_file,
     write_raw,
 )
@@ -26,6 +29,8 @@ from acc_hooks.tensors import set_module_tensor_to_device
 from acc_hooks.ties import group_by_tensor
 
 OFFLOAD_LOCK_FILE = ".offload.lock"
+
+_mine = threading.local()  # the folders that this thread has alone
 
 
 def offload_weight(
@@ -83,12 +88,21 @@ def offloading_into(folder: str | os.PathLike[str]) -> Iterator[None]:
     """Alone in an offload folder, which is made when missing, among the threads and processes that ask.
 
     Who offloads, and then maps what it offloaded, before this ends has its own weights, whatever others do. What killed
-    writers left half written is deleted.
+    writers left half written is deleted. Who has the folder already may ask again.
     """
     os.makedirs(folder, exist_ok=True)
-    with locked(folder, OFFLOAD_LOCK_FILE):
-        sweep(folder)
+    mine: set[str] = _mine.__dict__.setdefault("folders", set())
+    path = os.path.realpath(folder)
+    if path in mine:
         yield
+        return
+    with locked(folder, OFFLOAD_LOCK_FILE):
+        mine.add(path)
+        try:
+            sweep(folder)
+            yield
+        finally:
+            mine.discard(path)
 
 
 def offload_or_reuse(save_dir: str | os.PathLike[str], state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -110,6 +124,7 @@ def offload_or_reuse(save_dir: str | os.PathLike[str], state: Mapping[str, torch
             _check_entry(name, tensor, info, save_dir)
             same = leader != name and _same_content(save_dir, known, leader, name)
             index[name] = {**known[name], "same_as": home_of(leader, known[leader])} if same else info
+            index.update(_statistics(name, known))
         elif leader != name:
             index[name] = {**_entry(tensor), "same_as": leader}
         elif info is not None and "same_as" not in info and _holds(save_dir, name, info, tensor):
@@ -150,15 +165,8 @@ def extract_submodules_state_dict(
     return {
         name: tensor
         for name, tensor in state_dict.items()
-        if any(part in wanted for part in _and_parents(name))
+        if any(part in wanted for part in and_parents(name))
     }
-
-
-def _and_parents(name: str) -> Iterable[str]:
-    yield name
-    while name:
-        name = name.rpartition(".")[0]
-        yield name
 
 
 def _check_entry(
@@ -173,6 +181,14 @@ def _check_entry(
             f"{os.fspath(folder)} holds {name!r} with the shape {tuple(info['shape'])}, the model has "
             f"{tuple(tensor.shape)}: the folder belongs to another model"
         )
+
+
+def _statistics(name: str, known: Mapping[str, Any]) -> dict[str, Any]:
+    """The entry of the statistics of an 8-bit weight, if the folder has them."""
+    if known[name].get("dtype") != "int8" or name.rpartition(".")[2] != "weight":
+        return {}
+    statistics = statistics_of(name)
+    return {statistics: known[statistics]} if statistics in known else {}
 
 
 def _holds(folder: str | os.PathLike[str], name: str, info: Mapping[str, Any], tensor: torch.Tensor) -> bool:

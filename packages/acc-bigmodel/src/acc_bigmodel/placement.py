@@ -17,7 +17,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from acc_bigmodel.atoms import Atoms, collapse, group_atoms
-from acc_bigmodel.picture import draw
 from acc_bigmodel.text import aligned, in_units
 
 Device = int | str
@@ -53,6 +52,7 @@ class Placement:
     reserve_bytes: int = 0
     refusals: Mapping[Device, Refusal]
     notes: tuple[str, ...] = ()
+    is_given: bool = False  # the homes come from a device map, not from a plan
 
     @functools.cached_property
     def devices(self) -> dict[str, Device]:
@@ -75,7 +75,7 @@ class Placement:
 
     def numbers_on(self, device: Device) -> list[int]:
         """The numbers of the atoms on a device."""
-        return [number for number, home in enumerate(self.homes) if home == device]
+        return self._numbers_by_home.get(device, [])
 
     def streamed_bytes(self, number: int) -> int:
         """The bytes of an atom that are brought to the main device where it is streamed."""
@@ -86,8 +86,7 @@ class Placement:
         device_map = {
             key: device
             for device in self.budgets
-            for number, home in enumerate(self.homes)
-            if home == device
+            for number in self.numbers_on(device)
             for key in self.atoms.keys(number)
         }
         return collapse(device_map) if clean else device_map
@@ -105,9 +104,20 @@ class Placement:
 
     def svg(self, title: str = "") -> str:
         """The plan as an SVG picture: one bar for every device, filled in model order."""
+        from acc_bigmodel.picture import draw  # noqa: PLC0415 - xml, and drawing, for who wants a picture
+
         return draw(self, title)
 
+    @functools.cached_property
+    def _numbers_by_home(self) -> dict[Device, list[int]]:
+        numbers: dict[Device, list[int]] = {}
+        for number, home in enumerate(self.homes):
+            numbers.setdefault(home, []).append(number)
+        return numbers
+
     def _reason(self, number: int, home: Device) -> str:
+        if self.is_given:
+            return f"the device map says so; it takes {in_units(self.atoms.nbytes[number])} there"
         refused = [
             f"{device} had {in_units(refusal.free_bytes)} left for {refusal.atom} ({in_units(refusal.nbytes)})"
             for device, refusal in self.refusals.items()
@@ -163,12 +173,12 @@ def plan(
     staying: Collection[str] = (),
     reserve: bool = True,
 ) -> Placement:
-    """Place tensors on devices without exceeding a budget.
+    """Place tensors on devices such that what stays on one does not exceed its budget.
 
     `sizes` are bytes by tensor name, in model order; `budgets` are bytes by device in order of preference, None for no
     limit; devices are indices of accelerators, other device names, "cpu" and "disk". `ties` are groups of names that
     share one tensor, `blocks` the modules that stay whole, `staying` the tensors that are not streamed (buffers).
-    `reserve=False` keeps no room for streaming.
+    `reserve=False` keeps no room for streaming; where the whole budget is too small for it, a note of the plan says so.
 
     Raises PlacementError (a ValueError) when the budgets cannot hold the model.
     """
@@ -189,6 +199,22 @@ def plan(
         reserve_bytes=reserved,
         refusals=packing.refusals,
         notes=notes,
+    )
+
+
+def placement_of_map(
+    atoms: Atoms, homes: Sequence[Device], budgets: Mapping[Device, int | None]
+) -> Placement:
+    """The `Placement` of atoms that a device map has sent to `homes` already, whatever the budgets are."""
+    main = main_of(budgets)
+    needed = _streaming_bytes(atoms, dict(enumerate(homes)), _streaming(budgets, main))
+    over = budgets.get(main)
+    notes = [f"Running it needs {in_units(needed)} on {main} for what is streamed there."] if needed else []
+    used = sum(size for size, home in zip(atoms.nbytes, homes, strict=True) if home == main)
+    if over is not None and used + needed > over:
+        notes.append(f"That is {in_units(used + needed - over)} more than the budget of {main}.")
+    return Placement(
+        atoms=atoms, homes=homes, budgets=budgets, main=main, refusals={}, notes=tuple(notes), is_given=True
     )
 
 
@@ -242,9 +268,9 @@ def _least_reserve(
     limit = budgets.get(main)
     while True:
         packing = _pack(atoms, budgets, main, reserved, in_order)
-        needed = _streaming_bytes(atoms, packing, streaming) if reserve else 0
+        needed = _streaming_bytes(atoms, packing.homes, streaming) if reserve else 0
         if needed <= reserved:
-            return packing, reserved, ()
+            return packing, needed, ()  # a smaller reserve may have led to a plan that needs more
         if limit is not None and needed > limit:
             note = (
                 f"Streaming needs {in_units(needed)} on {main}, more than its whole budget of {in_units(limit)}: running "
@@ -311,10 +337,10 @@ def _fill_gaps(atoms: Atoms, packing: _Packing) -> None:
     packing.left = sorted(left)
 
 
-def _streaming_bytes(atoms: Atoms, packing: _Packing, streaming: Sequence[Device]) -> int:
+def _streaming_bytes(atoms: Atoms, homes: Mapping[int, Device], streaming: Sequence[Device]) -> int:
     """What the main device needs for the atoms on devices that do not compute: the largest, and all that stays."""
     largest = staying = 0
-    for number, device in packing.homes.items():
+    for number, device in homes.items():
         if device in streaming:
             largest = max(largest, atoms.nbytes[number] - atoms.staying_bytes[number])
             staying += atoms.staying_bytes[number]
@@ -328,13 +354,17 @@ def _shortage(atoms: Atoms, budgets: Mapping[Device, int | None], reserve: bool)
     remedy = f"raise the budget of {raised} by {in_units(extra)} ({extra} bytes)"
     return (
         f"the model needs {in_units(sum(atoms.nbytes))} in {len(atoms)} pieces, the largest {atoms.name(largest)} "
-        f"with {in_units(atoms.nbytes[largest])}; the budgets are {there}. The smallest change that would do: {remedy}"
+        f"with {in_units(atoms.nbytes[largest])}; the budgets are {there}. A change that would do: {remedy}"
         + ("." if DISK in budgets else ", or allow 'disk'.")
     )
 
 
 def _least_raise(atoms: Atoms, budgets: Mapping[Device, int | None], reserve: bool) -> tuple[Device, int]:
-    """The device whose budget has to grow least for the model to fit, and by how many bytes. None has no limit."""
+    """A device whose larger budget would hold the model, and the bytes that it lacks. None has no limit.
+
+    The least found by bisection. A smaller one can do, for a larger budget that takes a larger piece may leave less room
+    for the rest; only trying every sum of pieces would tell. What is less than all that is missing is never enough.
+    """
     given = {device: budget or 0 for device, budget in budgets.items()}
 
     def fits(device: Device, extra: int) -> bool:
@@ -344,6 +374,9 @@ def _least_raise(atoms: Atoms, budgets: Mapping[Device, int | None], reserve: bo
     total = sum(atoms.nbytes)
     missing = max(total - sum(given.values()), 1)
     best, least = list(given)[-1], total  # a device that can hold the whole model will do
+    for device in reversed(given):
+        if fits(device, missing):
+            return device, missing
     for device in reversed(given):  # the last ones are the cheapest
         if not fits(device, least - 1):
             continue

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from acc_bigmodel.offload import offload_weight
-from acc_hooks.tensors import owner_of, set_module_tensor_to_device
+from acc_bigmodel.offload import forget_entries, offload_weight, save_offload_index
+from acc_bigmodel.stores.dtypes import dtype_named
+from acc_bigmodel.stores.folder import statistics_of
+from acc_hooks.placeholder import kind_of
+from acc_hooks.tensors import owner_of, place, set_module_tensor_to_device
 from acc_ops.devices import present_kind
 from acc_ops.optional import require
-
-_STATISTICS = "SCB"  # in the place of "weight"; acc-hooks hangs them on the weight that it brings (homes.py)
 
 
 def quantize_and_offload_8bit(
@@ -34,40 +36,63 @@ def quantize_and_offload_8bit(
 
     Raises ImportError without bitsandbytes, and what `set_module_tensor_to_device` raises; the model is then as it was.
     """
-    owner, name = owner_of(model, param_name)
-    before = owner._parameters.get(name)
-    statistics = fp16_statistics
-    if fp16_statistics is None:
-        if type(before).__name__ == "Int8Params":
+    owner, local = owner_of(model, param_name)
+    old = owner._parameters.get(local, owner._buffers.get(local))
+    if old is None:
+        raise ValueError(f"{param_name!r} is no parameter or buffer of this {type(model).__name__}")
+    written = quantised(old, param, param_name, new_dtype, fp16_statistics)
+    for key, tensor in written.items():
+        offload_weight(tensor, key, offload_folder, offload_index)
+    empty = torch.empty_like(written[param_name], device="meta")
+    set_module_tensor_to_device(model, param_name, "meta", value=empty, dtype=empty.dtype)
+
+
+def is_8bit(tensor: torch.Tensor) -> bool:
+    """Whether this is a parameter of bitsandbytes that quantises to 8 bits."""
+    return kind_of(tensor).__name__ == "Int8Params"
+
+
+def quantised(
+    old: torch.Tensor,
+    value: torch.Tensor,
+    name: str,
+    dtype: str | torch.dtype | None,
+    statistics: torch.Tensor | None = None,
+) -> dict[str, torch.Tensor]:
+    """What is kept of `value` in the place of `old`, by name: if `old` quantises, int8 values and their statistics.
+
+    Nothing is done to a value that has its `statistics` already.
+    """
+    if statistics is None:
+        if is_8bit(old):
+            statistics_of(name)  # raises if it cannot have any
             require("bitsandbytes", "quantising a weight to 8 bits", min_version="0.37.2")
         kind = present_kind()
         device = torch.device(kind) if kind == "cpu" else torch.device(kind, 0)
-        try:
-            set_module_tensor_to_device(model, param_name, device, value=param, dtype=new_dtype)
-            quantised = owner._parameters[name]
-            assert quantised is not None
-            param, statistics = quantised.detach(), getattr(quantised, "SCB", None)
-        finally:
-            owner._parameters[name] = before
-    written = {param_name: param}
-    if statistics is not None:
-        written[_statistics_of(param_name)] = statistics
-    for key, tensor in written.items():
-        offload_weight(tensor, key, offload_folder, offload_index)
-    empty = torch.empty_like(param, device="meta")
-    set_module_tensor_to_device(model, param_name, "meta", value=empty, dtype=param.dtype)
+        made = place(old, value, device, name=name, dtype=None if dtype is None else dtype_named(dtype))
+        value, statistics = made.detach(), getattr(made, "SCB", None)
+        if is_8bit(old) and (value.dtype != torch.int8 or statistics is None):
+            raise ValueError(
+                f"{name!r} was not quantised on {device}, it is {value.dtype} there: use a bitsandbytes that has kernels for it"
+            )
+    return {name: value} if statistics is None else {name: value, statistics_of(name): statistics}
 
 
-def weight_of(name: str) -> str:
-    """The name of the weight whose statistics are kept under `name`; any other name as it is."""
-    path, dot, local = name.rpartition(".")
-    return f"{path}{dot}weight" if local == _STATISTICS else name
+def offload_8bit(
+    folder: str | os.PathLike[str],
+    names: Collection[str],
+    weights: Iterable[tuple[str, torch.Tensor, torch.Tensor]],
+    dtype: str | torch.dtype | None,
+) -> dict[str, dict[str, Any]]:
+    """Quantise the `weights` one by one, and write them; returns their index, statistics included.
 
-
-def _statistics_of(name: str) -> str:
-    path, dot, local = name.rpartition(".")
-    if local != "weight":
-        raise ValueError(
-            f"the statistics of {name!r} have no name: only parameters called 'weight' are quantised to 8 bits"
-        )
-    return f"{path}{dot}{_STATISTICS}"
+    They are (name, parameter of the model, value), and `names` all their names. The caller has the folder alone
+    (`offloading_into`). What is replaced is struck from the folder's index first.
+    """
+    forget_entries(folder, {*names, *map(statistics_of, names)})
+    index: dict[str, dict[str, Any]] = {}
+    for name, old, value in weights:
+        for key, tensor in quantised(old, value, name, dtype).items():
+            offload_weight(tensor, key, folder, index)
+    save_offload_index(index, folder)
+    return index

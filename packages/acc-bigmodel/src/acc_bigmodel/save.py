@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import torch
 
@@ -114,8 +115,7 @@ def _checked(state: Mapping[str, torch.Tensor]) -> list[_Item]:
     aliases: dict[str, list[str]] = {}
     entries: dict[str, Entry] = {}
     if isinstance(state, WeightStore):
-        for name in state:
-            home = state.alias_of(name)
+        for name, home in state.aliases().items():
             aliases.setdefault(home, [])
             if home != name:
                 aliases[home].append(name)
@@ -192,9 +192,31 @@ def _write(file: Path, shard: list[_Item], state: Mapping[str, torch.Tensor], sa
         content.update(dict.fromkeys((item.name, *item.aliases), tensor))
     ordered = {name: content[name] for name in state if name in content}
     with file.open("wb") as out:
-        torch.save(ordered, out)
+        noting: Any = _Noting(out)
+        try:
+            torch.save(ordered, noting)
+        except RuntimeError as error:
+            raise noting.error or error from None
         out.flush()
         os.fsync(out.fileno())
+
+
+class _Noting:
+    """A file that remembers why it could not be written, which torch.save does not pass on."""
+
+    def __init__(self, out: BinaryIO) -> None:
+        self._out = out
+        self.error: OSError | None = None
+
+    def write(self, content: bytes) -> int:
+        try:
+            return self._out.write(content)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        self._out.flush()
 
 
 def _write_index(file: Path, files: list[str], shards: list[list[_Item]]) -> str:

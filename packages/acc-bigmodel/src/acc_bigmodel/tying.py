@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from acc_bigmodel.device_map import expand_device_map
 from acc_hooks.tensors import get_tensor, put_tensor
 from acc_hooks.ties import tied_groups
 
@@ -64,19 +65,10 @@ def check_tied_parameters_on_same_device(
     Raises ValueError for a name that the map does not cover.
     """
     for group in tied_params:
-        devices = {name: _device_of(name, device_map) for name in group}
+        devices = expand_device_map(device_map, group)
         if len(set(devices.values())) > 1:
             logger.warning(
                 "Tied parameters are on different devices: %s. Each device holds a copy of its own; put the modules on "
                 "one device to share it.",
                 ", ".join(f"{name} on {device}" for name, device in devices.items()),
             )
-
-
-def _device_of(name: str, device_map: Mapping[str, Any]) -> Any:
-    part = name
-    while part not in device_map:
-        if not part:
-            raise ValueError(f"the device map gives no device to the tied parameter {name!r}")
-        part = part.rpartition(".")[0]
-    return device_map[part]

@@ -81,9 +81,11 @@ class ModelWeights(WeightStore):
         source = self.source(name)
         if source is not None:
             return Place(device=DISK, is_offloaded=True, file=source.file, slice=source.name)
-        file = store.file_of(key) if isinstance(store, OffloadedWeightsLoader) else None
-        if file is not None:
-            return Place(device=DISK, is_offloaded=True, file=file)
+        if isinstance(store, OffloadedWeightsLoader):
+            file = store.file_of(key)
+            if file is not None:
+                return Place(device=DISK, is_offloaded=True, file=file)
+            store = store.state_dict
         kept = store[key] if isinstance(store, dict) else None
         return Place(device=CPU if kept is None else device_key(kept.device), is_offloaded=True)
 
@@ -97,6 +99,10 @@ class ModelWeights(WeightStore):
     def alias_of(self, name: str) -> str:
         tensor = self._tensor(name)
         return next(other for other, found in every_tensor(self._model) if found is tensor)
+
+    def aliases(self) -> dict[str, str]:
+        first: dict[int, str] = {}
+        return {name: first.setdefault(id(tensor), name) for name, tensor in every_tensor(self._model)}
 
     def is_at_hand(self, name: str) -> bool:
         found = self._in_map(name)

@@ -16,7 +16,7 @@ from acc_bigmodel.stores.pieces import copy_jobs, give_back, in_pieces, run_all
 from acc_bigmodel.stores.safetensors import Entry, SafetensorsStore, write_safetensors
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(0, 9), max_size=3),
     st.sampled_from([torch.float32, torch.bfloat16, torch.int8]),

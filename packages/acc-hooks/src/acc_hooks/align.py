@@ -16,6 +16,7 @@ from acc_hooks.fetching import Wanted
 from acc_hooks.homes import outside_inference_mode
 from acc_hooks.hook import ModelHook, attached_hook
 from acc_hooks.inputs import are_on, bring_back, move
+from acc_hooks.loading import around_load
 from acc_hooks.offloaded import OffloadedTensors
 from acc_hooks.origin import Home, Loan, OffloadedWeightError, refuse_twice
 from acc_hooks.placeholder import is_placeholder
@@ -82,6 +83,7 @@ class AlignDevicesHook(ModelHook, own_calls=True):
         self._path = ""  # of the module in that model
         self._others: tuple[str, ...] = ()  # modules below which belong to other hooks
         self._prefetcher: Prefetcher | None = None  # of that model
+        self._staying: frozenset[str] = frozenset()  # its tensors that are not offloaded with their modules
         self._offloaded: OffloadedTensors | None = None
 
     def __repr__(self) -> str:
@@ -279,7 +281,8 @@ class AlignDevicesHook(ModelHook, own_calls=True):
     def _take_weights(self, module: nn.Module, device: torch.device | None) -> None:
         tensors = self._tensors(module)
         buffers, lasting = buffer_names(module, self.place_submodules)
-        away = [name for name in tensors if name not in buffers or (self.offload_buffers and name in lasting)]
+        here = buffers - lasting if self.offload_buffers else buffers
+        away = [name for name in tensors if name not in here and self._full(name) not in self._staying]
         self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
         self.param_original_devices = {k: v for k, v in self.original_devices.items() if k not in buffers}
         self.buffer_original_devices = {k: v for k, v in self.original_devices.items() if k in buffers}
@@ -363,15 +366,14 @@ class AlignDevicesHook(ModelHook, own_calls=True):
             self._offloaded.fill(destination, prefix, self._map())
         fill_state_dict(destination, prefix)  # weights that somebody put under another name, or tied
 
-    @contextlib.contextmanager
     def _loading_state_dict(
         self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str
-    ) -> Iterator[None]:
-        if self._offloaded is None or not self._offloaded.wants(module, state_dict, prefix):
-            yield
-            return
-        with self._visit(module, self._offloaded.device_in_use or torch.device("cpu")):
-            yield
+    ) -> AbstractContextManager[None]:
+        offloaded = self._offloaded
+        if offloaded is None or not offloaded.wants(module, state_dict, prefix):
+            return contextlib.nullcontext()
+        device = offloaded.device_in_use or torch.device("cpu")
+        return around_load(lambda: self._visit(module, device), offloaded.is_block)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "tied_params_map": None}  # its addresses mean nothing to a copy

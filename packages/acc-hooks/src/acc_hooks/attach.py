@@ -9,7 +9,7 @@ import bisect
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,12 +78,14 @@ def attach_align_device_hook_on_blocks(
     preload_module_classes: list[str] | None = None,
     tied_params_map: TiedParams | None = None,
     prefetch: int = LAYERS_AHEAD,
+    staying: Collection[str] = (),
 ) -> None:
     """Give each block its hooks: block name -> the device it runs on, block name -> whether it is offloaded.
 
     With two scalars `module` is the only block; one scalar holds for every block of the other mapping. A block that stays
-    is moved as a whole; one that is offloaded gets `attach_align_device_hook`, with `prefetch`. All modules with weights
-    move their arguments. The output of `module` goes where its input came from. Raises ValueError for a block that one
+    is moved as a whole; one that is offloaded gets `attach_align_device_hook`, with `prefetch`, where the tensors named in
+    `staying` (full names) are put on the execution device for good, as buffers are. All modules with weights move their
+    arguments. The output of `module` goes where its input came from. Raises ValueError for a block that one
     mapping lacks, and for a name that is no module.
     """
     if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
@@ -98,6 +100,7 @@ def attach_align_device_hook_on_blocks(
         residents=_residents(module, module_name),
         blocks=frozenset(devices),
         prefetcher=Prefetcher(prefetch),
+        staying=frozenset(staying),
     )
     blocks = {path: block for path, block in _every_path(module, module_name) if path in devices}
     _check_names(devices, blocks, module)
@@ -142,6 +145,7 @@ class _Options:
     residents: Residents
     blocks: frozenset[str] = frozenset()
     prefetcher: Prefetcher = field(default_factory=lambda: Prefetcher(0))
+    staying: frozenset[str] = frozenset()  # full names of tensors that are not offloaded with their module
     seen: set[int] = field(default_factory=set)  # modules that have their hook
     attached: list[tuple[nn.Module, ModelHook | None, ModelHook]] = field(default_factory=list)  # before, new
 
@@ -186,6 +190,7 @@ class _Options:
         )
         others = self._blocks_below(path) if hook.place_submodules else ()
         hook._belongs_to(self.residents, path, others, self.prefetcher)
+        hook._staying = self.staying
         return hook
 
     def _blocks_below(self, path: str) -> tuple[str, ...]:

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from acc_hooks.borrowing import converting
 from acc_hooks.copying import placeholders_below, without_placeholders
 from acc_hooks.inputs import are_on, bring_back
+from acc_hooks.loading import whole_load
 
 if TYPE_CHECKING:
     from .hook import ModelHook
@@ -111,6 +112,10 @@ class Hooked(nn.Module):
             prefix = args[1] if len(args) > 1 else kwargs.get("prefix", "")
             hook._fill_state_dict(self, destination, prefix)
         return destination
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        with whole_load():
+            return super().load_state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         hook = self.__dict__.get(HOOK)

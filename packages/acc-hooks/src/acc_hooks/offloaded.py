@@ -271,12 +271,17 @@ class OffloadedTensors:
                 destination[prefix + slot.name] = self._values.placed(slot, value, value.device).detach()
 
     def wants(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> bool:
-        """Whether a state dict may have something for the module's own offloaded tensors.
+        """Whether a state dict may have something for the offloaded tensors.
 
         A module that loads in its own way, as batch norms do, may find a value for what the state dict lacks.
         """
-        own = [name for name in self._slots if "." not in name]
-        return any(prefix + name in state_dict for name in own) or bool(own and _loads_by_itself(module))
+        own = any("." not in name for name in self._slots)
+        return any(prefix + name in state_dict for name in self._slots) or (own and _loads_by_itself(module))
+
+    @property
+    def is_block(self) -> bool:
+        """Whether some of the tensors are below the module."""
+        return any("." in name for name in self._slots)
 
     def _take_one(self, module: nn.Module, name: str, tensor: Tensor) -> Slot:
         full, residents = self._values.full(name), self._values.residents

@@ -204,6 +204,7 @@ _NAMES = {
     "fill_from_env": "options",
     "from_env": "options",
     "from_mapping": "options",
+    "note_source": "options",
     "option": "options",
     "options_of": "options",
     "resolve": "options",

@@ -129,6 +129,7 @@ from .options import environment_is as environment_is
 from .options import fill_from_env as fill_from_env
 from .options import from_env as from_env
 from .options import from_mapping as from_mapping
+from .options import note_source as note_source
 from .options import option as option
 from .options import options_of as options_of
 from .options import resolve as resolve

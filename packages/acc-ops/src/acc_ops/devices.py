@@ -48,6 +48,7 @@ class DeviceRow(NamedTuple):
     autocast_bf16: bool = True
     grad_scaler: bool = True  # fp16 losses can be scaled
     float64: bool = True
+    fp8: bool = False  # torchao or TransformerEngine trains in 8-bit floating point on it
     no_ddp: str = ""  # why torch's DistributedDataParallel does not work on it, and what does
     memory: Callable[[Any, int], MemoryInfo] | None = None  # asks (torch module, index)
 
@@ -142,6 +143,7 @@ DEVICE_TABLE: tuple[DeviceRow, ...] = (
         backend="nccl",
         visibility="CUDA_VISIBLE_DEVICES",
         distributed_type="MULTI_GPU",
+        fp8=True,
         rng="cuda",
         memory=torch_memory,
     ),
@@ -184,6 +186,7 @@ DEVICE_TABLE: tuple[DeviceRow, ...] = (
         module="cpu",
         backend="gloo",
         distributed_type="MULTI_CPU",
+        fp8=True,
         rng="torch",
         memory=_host_memory,
     ),

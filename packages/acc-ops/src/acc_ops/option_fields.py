@@ -48,6 +48,7 @@ class Option:
     help: str
     choices: tuple[Any, ...] | None
     parse: Callable[[str], Any] | None
+    plain: Callable[[Any], Any] | None = None  # the way back of `parse`: a value as plain data
 
     @property
     def required(self) -> bool:
@@ -61,6 +62,10 @@ class Option:
         """The default, built anew when it comes from a factory; `dataclasses.MISSING` for a required option."""
         return self.factory() if self.factory is not None else self.default
 
+    def shown(self, value: Any) -> Any:
+        """`value` as it is written outside Python: as it is, or what `plain` makes of it."""
+        return value if value is None or self.plain is None else self.plain(value)
+
 
 def option(
     default: Any = dataclasses.MISSING,
@@ -72,12 +77,13 @@ def option(
     help: str = "",
     choices: Iterable[Any] | None = None,
     parse: Callable[[str], Any] | None = None,
+    plain: Callable[[Any], Any] | None = None,
 ) -> Any:
     """A dataclass field that knows how it is spelled outside Python.
 
     `flag` and `key` are the field's name unless given; False means: none. `env` has no default. `parse` turns text into the value
-    where the annotation does not say how. `choices` also accepts an enum class. Without `default` and `factory` the option is
-    required. Raises OptionError for a default and a factory together, and for a mutable default.
+    where the annotation does not say how; `plain` turns the value back where the class made an object of it. `choices` also accepts an enum
+    class. Without `default` and `factory` the option is required. Raises OptionError for a default and a factory together, and for a mutable default.
     """
     if default is not dataclasses.MISSING and factory is not None:
         raise OptionError(f"give a default or a factory, not both (default={default!r})")
@@ -90,6 +96,7 @@ def option(
         "help": help,
         "choices": None if choices is None else tuple(choices),
         "parse": parse,
+        "plain": plain,
     }
     metadata = {_KEY: declared}
     if factory is not None:
@@ -112,7 +119,7 @@ def _options_of(cls: Any) -> tuple[Option, ...]:
         declared = field.metadata.get(_KEY)
         if declared is None:
             continue
-        given = {name: declared[name] for name in ("env", "help", "choices", "parse")}
+        given = {name: declared[name] for name in ("env", "help", "choices", "parse", "plain")}
         factory = field.default_factory
         found.append(
             Option(

@@ -90,7 +90,10 @@ def kind_name(kind: Any) -> str:
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         name = "one of " + ", ".join(str(member.value) for member in kind)
     elif typing.get_origin(kind) is typing.Literal:
-        name = "one of " + ", ".join(str(choice) for choice in typing.get_args(kind))
+        choices = typing.get_args(kind)
+        name = ("one of " if len(choices) > 1 else "") + ", ".join(str(choice) for choice in choices)
+    elif typing.get_origin(kind) in (typing.Union, types.UnionType):
+        name = " or ".join(kind_name(member) for member in typing.get_args(kind))
     elif isinstance(kind, type) and not typing.get_args(kind):
         name = kind.__name__
     else:

@@ -76,13 +76,13 @@ def from_mapping(cls: type[T], mapping: Mapping[str, Any]) -> T:
 
 def fill_from_env(instance: Any, environ: Mapping[str, str] | None = None) -> None:
     """Set the options of `instance` that are still None from the environment: for `__post_init__` of classes whose None means "ask there"."""
+    # asked now: what is None was not given, whatever default the class puts there later
+    origins = sources(instance)
     found = _values_in_environment(type(instance), _environment(environ))
     missing = {name: value for name, value in found.items() if getattr(instance, name) is None}
     for name, value in missing.items():
         object.__setattr__(instance, name, value)
-    if missing:
-        origins = {**sources(instance), **dict.fromkeys(missing, "environment")}
-        _remember(instance, origins)
+    _remember(instance, {**origins, **dict.fromkeys(missing, "environment")})
 
 
 def to_env(instance: Any) -> dict[str, str]:
@@ -95,7 +95,7 @@ def to_env(instance: Any) -> dict[str, str]:
     for chosen in options_of(type(instance)):
         if chosen.env is None:
             continue
-        value = getattr(instance, chosen.name)
+        value = chosen.shown(getattr(instance, chosen.name))
         if value is None and chosen.default_value() is None:
             continue
         text = text_of(value)
@@ -114,7 +114,7 @@ def to_env(instance: Any) -> dict[str, str]:
 def to_mapping(instance: Any) -> dict[str, Any]:
     """The options as plain data by key, ready for a YAML or JSON file; `from_mapping` reads it back."""
     return {
-        chosen.key: plain_of(getattr(instance, chosen.name))
+        chosen.key: plain_of(chosen.shown(getattr(instance, chosen.name)))
         for chosen in options_of(type(instance))
         if chosen.key is not None
     }
@@ -132,6 +132,11 @@ def sources(instance: Any) -> dict[str, str]:
         chosen.name: "default" if getattr(instance, chosen.name) == chosen.default_value() else "argument"
         for chosen in options_of(type(instance))
     }
+
+
+def note_source(instance: Any, name: str, origin: str) -> None:
+    """Let `sources` answer `origin` for one option: for a class that takes values from a file of its own."""
+    _remember(instance, {**sources(instance), name: origin})
 
 
 def as_table(cls: type, columns: Sequence[str] = TABLE_COLUMNS) -> str:
@@ -237,8 +242,9 @@ def _build(cls: type[T], values: dict[str, Any], origins: dict[str, str], variab
     ):  # for a __post_init__ that fills from the environment: it is a layer like the others
         instance = cls(**values)
     filled = getattr(instance, _SOURCES, {})
-    kept = {name: origin for name, origin in filled.items() if origin == "environment"}
-    _remember(instance, {c.name: origins.get(c.name, kept.get(c.name, "default")) for c in options_of(cls)})
+    # what the class itself found is later than what was handed to it
+    kept = {name: origin for name, origin in filled.items() if origin in ("environment", "file")}
+    _remember(instance, {c.name: kept.get(c.name, origins.get(c.name, "default")) for c in options_of(cls)})
     return instance
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 import random
 import sys
 import threading
@@ -125,6 +126,32 @@ def set_torch_state(state: Tensor) -> None:
 
 
 _asking = threading.RLock()
+_FORK_WAITS_S = 5.0  # for a lock; not for ever, since the thread that forks may hold it itself
+_forking = threading.local()
+
+
+def _hold_seeding() -> None:
+    """Before a fork: wait for the threads that seed, ask or draw.
+
+    [Note: a fork while another thread seeds] What another thread holds stays locked in the child for ever, and torch.manual_seed, with which
+    every worker of a DataLoader begins, takes our lock, locks of torch's device modules (also without such a device) and the generator's mutex.
+    That one cannot be held from here. Asking for the state waits for who draws now, and holds the interpreter lock, so that nobody begins anew.
+    """
+    modules = (getattr(torch, name, None) for name in ("cuda", "xpu", "mtia"))  # in the order of manual_seed
+    locks = [_asking, *(getattr(module, "_initialization_lock", None) for module in modules)]
+    _forking.held = [lock for lock in locks if lock is not None and lock.acquire(timeout=_FORK_WAITS_S)]
+    for _ in range(4):  # threads that waited for the mutex, too
+        torch.get_rng_state()
+
+
+def _let_seed() -> None:
+    """After a fork, in parent and child."""
+    for lock in reversed(_forking.__dict__.pop("held", ())):
+        lock.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_hold_seeding, after_in_parent=_let_seed, after_in_child=_let_seed)
 
 
 def _parts() -> dict[str, _Part]:

@@ -24,11 +24,19 @@ import torch.distributed as dist
 
 from acc_ops.comm import CommError, Meeting, ThreadComm
 from acc_ops.devices import DeviceLike, canonical_device
+from acc_ops.optional import require
 from acc_ops.watch import say_goodbye
 from acc_ops.world import World, destroy_group, use_world
 
 R = TypeVar("R")
 _GRACE_S = 5.0  # in which the cause comes after what followed from it
+
+
+def use_test_profile() -> None:
+    """For conftest files: hypothesis draws the same examples everywhere, and judges none by its time. `ImportError` without hypothesis."""
+    settings = require("hypothesis", "tests that draw their examples").settings
+    settings.register_profile("acc", deadline=None, derandomize=True)
+    settings.load_profile("acc")
 
 
 class RankFailed(RuntimeError):

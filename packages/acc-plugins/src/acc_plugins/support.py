@@ -31,10 +31,11 @@ STRATEGIES = {
     "ddp": "one model per process, torch's DistributedDataParallel",
     "replicated": "one model per rank, gradients averaged through the world's Comm (ranks as threads, tests)",
 }
-PRECISIONS = ("no", "bf16", "fp16")
+PRECISIONS = ("no", "bf16", "fp16", "fp8")
 _RUN_ON = ("cpu",)  # the kinds on which the contract tests have been run
-# what is known of a kind that was not run on real hardware
+# what is known of what was not run on real hardware
 _KNOWN = {
+    "fp8": "on the CPU through torchao; TransformerEngine, which needs a GPU, only with a stand-in for the library",
     "xla": "its collectives, generators and moves ran with one rank on torch_xla 2.6's CPU device; several ranks only with a stand-in for "
     "torch_xla; torch_xla 2.9, the newest, does not import beside torch 2.13",
 }
@@ -63,6 +64,8 @@ def _refusal(strategy: str, precision: str, row: DeviceRow) -> str:
     if precision == "fp16" and not (row.autocast_fp16 and row.grad_scaler):
         missing = "float16 autocast" if not row.autocast_fp16 else "gradient scaler"
         return f"there is no {missing} for {row.kind}: use mixed_precision='bf16'"
+    if precision == "fp8" and not row.fp8:
+        return "neither torchao nor TransformerEngine trains in 8-bit floating point there: use mixed_precision='bf16'"
     return ""
 
 

@@ -13,6 +13,9 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from acc_ops.options import OptionError, environment_is, from_env, to_env
+from acc_ops.rendezvous import WorldError
+from acc_ops.testing import run_threads
+from acc_ops.world import current_world
 from acc_plugins.options.parallelism import (
     DeepSpeedSequenceParallelConfig,
     ParallelismConfig,
@@ -109,7 +112,7 @@ def test_the_mesh_has_the_axes_in_use_and_the_joined_ones(eight_ranks: None) -> 
     assert mesh["dp"].mesh.tolist() == [1, 3, 5, 7]
     assert mesh["dp_shard_cp"].mesh.tolist() == [5, 7]
     assert mesh["dp_cp"].size() == 4
-    assert config.get_device_mesh() is config.get_device_mesh("cpu") is mesh
+    assert config.get_device_mesh() is config.get_device_mesh("cpu") is config.device_mesh is mesh
     with pytest.raises(ValueError, match=r"'cpu'.*'cuda'"):
         config.get_device_mesh("cuda")
 
@@ -125,6 +128,31 @@ def test_a_world_that_does_not_fit_is_named(eight_ranks: None) -> None:
         ParallelismConfig(tp_size=3).build_device_mesh("cpu")
 
 
+def test_ranks_that_disagree_hear_so_on_all_of_them_before_anything_is_built() -> None:
+    def build() -> str:
+        # one of them would split sequences by DeepSpeed and build no mesh at all
+        config = ParallelismConfig(tp_size=2) if current_world().rank < 2 else ParallelismConfig(sp_size=2)
+        with pytest.raises(ValueError, match=r"disagree on sp_size: rank 0 has 1, rank 2 has 2"):
+            config.build_device_mesh("cpu")
+        assert config.device_mesh is None
+        return "heard"
+
+    assert run_threads(3, build) == ["heard"] * 3
+
+
+def test_a_mesh_without_a_process_group_says_what_is_missing() -> None:
+    def build() -> None:
+        with pytest.raises(WorldError, match="process group"):
+            ParallelismConfig(dp_shard_size=2).build_device_mesh("cpu")
+
+    run_threads(2, build)
+
+
+def test_a_handler_of_an_axis_that_is_off_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    ParallelismConfig(cp_handler=TorchContextParallelConfig())
+    assert "cp_handler has no effect with cp_size=1" in caplog.text
+
+
 def test_no_mesh_where_there_is_none_to_build() -> None:
     assert ParallelismConfig().build_device_mesh("cpu") is None
     assert ParallelismConfig(sp_size=2).build_device_mesh("cpu") is None
@@ -138,6 +166,12 @@ def test_an_accelerator_must_have_as_many_processes_as_the_sizes_make() -> None:
     assert config.dp_replicate_size == 4
     with pytest.raises(ValueError, match="tp_size=2 makes 2 ranks, but there are 4 processes"):
         ParallelismConfig(tp_size=2)._validate_accelerator(SimpleNamespace(num_processes=4))
+    sharding = SimpleNamespace(num_processes=4, is_fsdp2=True)
+    ParallelismConfig(dp_shard_size=2, tp_size=2)._validate_accelerator(sharding)
+    ParallelismConfig()._validate_accelerator(SimpleNamespace(num_processes=1, is_fsdp2=True))
+    for config in (ParallelismConfig(dp_replicate_size=4), ParallelismConfig()):
+        with pytest.raises(ValueError, match=r"both are 1 \(of 4 processes\): give dp_shard_size"):
+            config._validate_accelerator(sharding)
 
 
 def test_json_has_sizes_and_backends() -> None:

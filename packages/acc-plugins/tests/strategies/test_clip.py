@@ -25,7 +25,7 @@ def parameters(
     return made
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     shapes=st.lists(st.lists(st.integers(1, 4), max_size=3).map(tuple), max_size=6),
     dtypes=st.sampled_from(
@@ -62,6 +62,12 @@ def test_sparse_and_subclassed_gradients_go_to_torch() -> None:
     p.grad = torch.tensor([3.0, 4.0]).as_subclass(Tagged)
     assert float(clip_norm([p], 1.0)) == 5
     torch.testing.assert_close(p.grad.as_subclass(torch.Tensor), torch.tensor([0.6, 0.8]))
+
+
+def test_the_kind_of_norm_may_be_text_as_for_torch() -> None:
+    p = torch.zeros(2, requires_grad=True)
+    p.grad = torch.tensor([3.0, 4.0])
+    assert clip_norm([p], 9.0, "inf").item() == 4
 
 
 def test_without_gradients_the_norm_is_zero() -> None:

@@ -11,6 +11,7 @@ from acc_ops.comm import SoloComm
 from acc_ops.enums import PrecisionType
 from acc_ops.testing import run_threads
 from acc_ops.world import World, current_world
+from acc_plugins.options.fp8 import MSAMPRecipeKwargs
 from acc_plugins.options.kwargs import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs
 from acc_plugins.precisions.precision import Precision
 from acc_plugins.strategies.registry import choose_precision, choose_strategy
@@ -64,9 +65,15 @@ def test_an_unknown_precision_lists_the_known_ones() -> None:
         choose_precision("fp4", "cpu")
 
 
-def test_fp8_says_that_it_is_not_built_yet() -> None:
-    with pytest.raises(UnsupportedError, match="not built yet"):
-        choose_precision("fp8", "cpu")
+def test_fp8_where_the_device_has_none_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"on xla: neither torchao .* use mixed_precision='bf16'"):
+        choose_precision("fp8", "xla")
+
+
+@pytest.mark.parametrize("name", ["no", "bf16", "fp16"])
+def test_a_recipe_for_fp8_without_fp8_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="MSAMPRecipeKwargs is a recipe for mixed_precision='fp8'"):
+        choose_precision(name, "cpu", fp8_recipe=MSAMPRecipeKwargs())
 
 
 def test_fp16_where_there_is_no_scaler_is_refused() -> None:

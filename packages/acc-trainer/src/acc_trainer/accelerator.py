@@ -14,6 +14,7 @@ import acc_plugins
 from acc_trainer.grad_sync import AdvanceOnly, HoldBack
 from acc_trainer.rooms import (
     checkpoint,
+    clipping,
     data,
     gradient_state,
     lomo,
@@ -89,33 +90,26 @@ class Accelerator(Views):
             deepspeed_plugins=deepspeed_plugins,
             parallelism_config=parallelism_config,
         )
-        made = setup.set_up(
+        self.grad_sync = setup.count_of_steps(gradient_accumulation_steps, gradient_accumulation_plugin)
+        self.project_configuration = setup.project_of(project_dir, project_config)
+        split = None if split_batches is _UNSET else split_batches
+        self.dataloader_config = setup.dataloader_of(dataloader_config, split)
+        self.dynamo_plugin = setup.dynamo_of(dynamo_backend, dynamo_plugin)
+        self.rng_types = setup.rng_types_of(rng_types)
+        self._handlers = setup.sort_handlers(kwargs_handlers)
+        self.state, self.strategy = setup.join_run(
             mixed_precision=mixed_precision,
             cpu=cpu,
-            grad_sync=setup.count_of_steps(gradient_accumulation_steps, gradient_accumulation_plugin),
-            project=setup.project_of(project_dir, project_config),
-            dataloader=setup.dataloader_of(
-                dataloader_config, None if split_batches is _UNSET else split_batches
-            ),
-            dynamo=setup.dynamo_of(dynamo_backend, dynamo_plugin),
-            handlers=setup.sort_handlers(kwargs_handlers),
-            rng_types=rng_types,
-            log_with=log_with,
+            dynamo=self.dynamo_plugin,
+            handlers=self._handlers,
+            save_on_each_node=self.project_configuration.save_on_each_node,
         )
-        self.state = made.state
-        self.strategy = made.strategy
-        self.grad_sync = made.grad_sync
-        self.gradient_state = gradient_state.GradientState.of(made.grad_sync)
-        self.project_configuration = made.project
-        self.dataloader_config = made.dataloader
-        self.dynamo_plugin = made.dynamo
+        self.gradient_state = gradient_state.GradientState.of(self.grad_sync)
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.rng_types = made.rng_types
         self.flag_tensor: torch.Tensor | None = None
-        self._handlers = made.handlers
-        self._trackers = tracking.Trackers(made.log_with, made.project.logging_dir, made.strategy.world)
-        self._advance_only = AdvanceOnly(made.grad_sync)
+        self._trackers = tracking.Trackers(setup.as_list(log_with), self.logging_dir, self.world)
+        self._advance_only = AdvanceOnly(self.grad_sync)
         self._models: list[Any] = []
         self._only_evaluated: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._optimizers = []
@@ -225,15 +219,13 @@ class Accelerator(Views):
         for one in chosen if isinstance(chosen, (list, tuple)) else [chosen]:
             self.strategy.unscale(getattr(one, "optimizer", one))
 
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
-        """Clip gradients to a common norm; the norm they had, over all processes."""
-        self.unscale_gradients()
-        return self.strategy.clip_norm(parameters, max_norm, norm_type)
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float | str = 2) -> torch.Tensor:
+        """Clip gradients of `parameters` (or of a module's) to a common norm; the norm they had, over all processes."""
+        return self.strategy.clip_norm(clipping.with_true_gradients(self, parameters), max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip every element of the gradients to [-clip_value, clip_value]."""
-        self.unscale_gradients()
-        self.strategy.clip_value(parameters, clip_value)
+        self.strategy.clip_value(clipping.with_true_gradients(self, parameters), clip_value)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Around code outside a model's forward that shall run in the same precision."""

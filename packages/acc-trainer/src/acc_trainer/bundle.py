@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,9 +22,8 @@ class Given:
     kinds: list[str | None]
     placed: list[bool]
     results: list[Any] = field(default_factory=list)
-    repeats: dict[int, int] = field(
-        default_factory=dict
-    )  # where an object stands again -> where it stands first
+    # where an object stands again -> where it stands first
+    repeats: dict[int, int] = field(default_factory=dict)
 
     def places(self, kind: str) -> list[int]:
         """Where the objects of one kind stand."""
@@ -77,6 +76,12 @@ def _is_scheduler(thing: Any) -> bool:
     return hasattr(thing, "optimizer") and all(callable(getattr(thing, name, None)) for name in methods)
 
 
-def name_of(kind: str, index: int) -> str:
-    """How the `index`-th prepared object of a kind is called in a checkpoint: model, model_1, model_2, ..."""
-    return kind if index == 0 else f"{kind}_{index}"
+def held_in(thing: Any) -> str | None:
+    """The kind of an object that `thing`, a container which prepare hands back untouched, holds; None where it holds none."""
+    if isinstance(thing, Mapping):
+        inside: Iterable[Any] = thing.values()
+    elif isinstance(thing, (list, tuple, set)):
+        inside = thing
+    else:
+        return None
+    return next((kind for one in inside if (kind := kind_of(one)) is not None), None)

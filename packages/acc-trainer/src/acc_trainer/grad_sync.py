@@ -14,6 +14,7 @@ their true number, by which it divides its own: the mean, wherever clipping look
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
@@ -84,13 +85,11 @@ class GradSync:
         self.pending = False  # whether nobody has stepped since the micro-batch began
         self._short = 0  # micro-batches of a short window that ends now
         self.xla_synced = False  # see GradientState.is_xla_gradients_synced
-        self.reading: Callable[[Iterator[Any]], Iterator[Any]] | None = (
-            None  # what a step timer puts around the batches of a pass
-        )
+        # what a step timer puts around the batches of a pass
+        self.reading: Callable[[Iterator[Any]], Iterator[Any]] | None = None
         self.loaders: list[Handed] = []
-        self.optimizers: weakref.WeakSet[Optimizer] = (
-            weakref.WeakSet()
-        )  # emptied when a broken window is dropped
+        # emptied when a broken window is dropped
+        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def advance(self) -> None:
         """One micro-batch begins."""
@@ -172,6 +171,12 @@ class GradSync:
         self._short = size
         if size == 1:
             return
+        if not self.optimizers:
+            warnings.warn(
+                f"average_short_window has no prepared optimizer whose gradients it could scale, so the last window, of {size} micro-batches, is "
+                "no mean: give prepare() the optimizer",
+                stacklevel=4,
+            )
         groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
         parameters = {id(p): p for group in groups for p in group["params"]}
         for parameter in parameters.values():

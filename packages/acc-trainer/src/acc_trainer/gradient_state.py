@@ -78,7 +78,7 @@ class GradientState:
 
     @property
     def adjust_scheduler(self) -> bool:
-        """Whether schedulers count the calls on which they do not move."""
+        """What the plugin says; either way a schedule moves with the steps that are made, and calls in between change nothing."""
         return self._sync.adjust_scheduler
 
     @property

@@ -51,7 +51,7 @@ class LocalSGD:
         if not self.enabled:
             return
         self._held.__exit__(type, value, tb)
-        if type is None:  # a failing process must not wait for the others
+        if type is None:  # a failing process must not wait for the others, nor spread its weights
             self._sync_and_avg_model_params()
 
     def step(self) -> None:
@@ -62,7 +62,6 @@ class LocalSGD:
 
     def _sync_and_avg_model_params(self) -> None:
         """Every process has the mean of all processes' weights."""
-        self.accelerator.wait_for_everyone()
         own = list(self.model.parameters())
         with torch.no_grad():
             mean = reduce([parameter.data for parameter in own], "mean", world=self.accelerator.world)

@@ -11,6 +11,7 @@ import torch
 from acc_ops.collectives import gather
 from acc_ops.tree import honor_type, leaves_with_paths, recursively_apply
 from acc_ops.world import World
+from acc_trainer.data.batch_rows import RowRule, is_array, is_list, is_plain
 from acc_trainer.grad_sync import GradSync
 
 
@@ -18,12 +19,14 @@ def gather_for_metrics(data: Any, grad_sync: GradSync, world: World, use_gather_
     """`data` of all ranks in rank order, without the rows that repeat a sample.
 
     Tensors (and nested structures of them) are joined along their first dimension; a tensor is cut when that dimension is the batch's.
-    Anything else, or everything with `use_gather_object`, travels as objects: a list holds one entry per sample and is joined to one list, the
-    items of a tuple and the values of a mapping are joined each for itself, and other values become a list with one entry per rank.
+    Anything else, or everything with `use_gather_object`, travels as objects: a list holds one entry per sample and is joined to one list, and so
+    is a tuple of plain values (texts, as torch's collate makes them). The items of other tuples and the values of a mapping are joined each for
+    itself, and other values become a list with one entry per rank. What is cut is said in `data/batch_rows.py`; with `use_gather_object` a list is
+    always rows, whatever is in it.
     """
     rows = _rows(grad_sync, world)
     if use_gather_object or not _all_tensors(data):
-        mine = data if rows is None else _cut_objects(data, *rows)
+        mine = data if rows is None else _cut_objects(data, *rows, use_gather_object)
         return _merge(world.comm.all_gather_object(mine))
     if rows is not None:
         data = recursively_apply(_cut, data, *rows)
@@ -58,16 +61,23 @@ def _all_tensors(data: Any) -> bool:
     return bool(kinds) and all(kinds)
 
 
-def _cut_objects(data: Any, size: int, real: int) -> Any:
+def _cut_objects(data: Any, size: int, real: int, lists_are_rows: bool) -> Any:
     if isinstance(data, torch.Tensor):
         return _cut(data, size, real)
     if isinstance(data, Mapping):
-        return {key: _cut_objects(value, size, real) for key, value in data.items()}
-    if isinstance(data, tuple):
-        return honor_type(data, (_cut_objects(value, size, real) for value in data))
-    if isinstance(data, list) and (len(data) == size or real == 0):
-        return data[:real]
-    return data if real else _Nothing()
+        return {key: _cut_objects(value, size, real, False) for key, value in data.items()}
+    if isinstance(data, tuple) and not _is_chain(data):
+        return honor_type(data, (_cut_objects(value, size, real, False) for value in data))
+    if real == 0:  # nothing of this rank's batch is a sample of its own
+        return data[:0] if _is_chain(data) or is_array(data) else _Nothing()
+    if lists_are_rows and isinstance(data, list):
+        return data[:real] if len(data) == size else data
+    return RowRule().cut(data, slice(0, real), size)
+
+
+def _is_chain(data: Any) -> bool:
+    """A list, or a tuple of plain values: joined to one list."""
+    return isinstance(data, list) or (is_list(data) and is_plain(data))
 
 
 class _Nothing:
@@ -81,8 +91,8 @@ def _merge(parts: list[Any]) -> Any:
         return torch.cat([part.reshape(-1) if part.dim() == 0 else part for part in parts])
     if isinstance(first, Mapping):
         return {key: _merge([part[key] for part in parts]) for key in first}
+    if _is_chain(first):
+        return list(itertools.chain.from_iterable(parts))
     if isinstance(first, tuple):
         return honor_type(first, (_merge(list(values)) for values in zip(*parts, strict=True)))
-    if isinstance(first, list):
-        return list(itertools.chain.from_iterable(parts))
     return [part for part in parts if not isinstance(part, _Nothing)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,15 +20,16 @@ from acc_ops.unwrap import extract_model_from_parallel
 from acc_plugins.options.compile import TorchDynamoPlugin
 from acc_plugins.strategies.placing import place
 from acc_plugins.strategies.strategy import Bundle
-from acc_trainer.bundle import Given, sort_given
-from acc_trainer.data.adapter import DataLoaderAdapter
-from acc_trainer.data.prepare import prepare_data_loader
+from acc_trainer.bundle import Given, held_in, sort_given
+from acc_trainer.data.prepare import is_prepared, prepare_data_loader
 from acc_trainer.lomo import is_lomo, stepped_in_backward
 from acc_trainer.optimizer import AcceleratedOptimizer
 from acc_trainer.scheduler import AcceleratedScheduler, belongs_to
 
 if TYPE_CHECKING:
     from acc_trainer.accelerator import Accelerator
+
+logger = logging.getLogger(__name__)
 
 
 def prepare(
@@ -42,6 +44,15 @@ def prepare(
     one before `free_memory`, belongs to this one from now on: its counter, its strategy, its checkpoints.
     """
     given = sort_given(objects, device_placement, accelerator.device_placement)
+    for thing in objects:
+        if held := held_in(thing):
+            logger.warning(
+                "what prepare was given as a %s comes back as it is: the %s holds a %s, which is not prepared; give the things themselves, as in "
+                "prepare(*things)",
+                type(thing).__name__,
+                type(thing).__name__,
+                held,
+            )
     _check_scalers(accelerator, given)
     for at in given.places("dataloader"):
         given.results[at] = prepare_loader(accelerator, given.objects[at], given.placed[at])
@@ -58,6 +69,8 @@ def prepare(
         _bind_optimizer(accelerator, given.results[at])
     for at in given.places("scheduler"):
         _bind_scheduler(accelerator, given.results[at])
+    for scheduler in accelerator._schedulers:
+        _follow_optimizers(accelerator, scheduler)
     return given.results
 
 
@@ -101,7 +114,7 @@ def prepare_loader(
 ) -> Any:
     """This rank's loader; a prepared one comes back as it is, and one that was prepared with the same options as it was made then."""
     made: Any = loader
-    if not isinstance(loader, DataLoaderAdapter):
+    if not is_prepared(loader):
         chosen = (accelerator.device, placed, slice_fn_for_dispatch, tuple(accelerator.rng_types))
         options = (*chosen, replace(accelerator.dataloader_config))
         made = next((one for one in accelerator._dataloaders if one._made_from(loader, options)), None)
@@ -262,10 +275,14 @@ def _scheduler(accelerator: Accelerator, given: Any, scheduler: Any) -> Accelera
 
 
 def _bind_scheduler(accelerator: Accelerator, made: AcceleratedScheduler) -> None:
-    """Let the schedule follow this Accelerator's counter, and its optimizers: the one it was built on, else those it has, else all."""
-    matching = [one for one in accelerator._optimizers if belongs_to(made, one)]
-    made.optimizers = matching or made.optimizers or list(accelerator._optimizers)
+    """Let the schedule follow this Accelerator's counter."""
     if made._grad_sync is not None:  # one built by hand keeps what it was told
         made.step_with_optimizer = accelerator.step_scheduler_with_optimizer
         made.split_batches = accelerator.split_batches
     made._bind(accelerator.grad_sync, accelerator.num_processes)
+
+
+def _follow_optimizers(accelerator: Accelerator, made: AcceleratedScheduler) -> None:
+    """The optimizer that the schedule was built on, which may be prepared after it; else those it has, else all."""
+    matching = [one for one in accelerator._optimizers if belongs_to(made, one)]
+    made.optimizers = matching or made.optimizers or list(accelerator._optimizers)

@@ -105,7 +105,7 @@ class Processes:
 
         The first ranks get one more where the length does not divide. `apply_padding` repeats the last item so that every part is as
         long. The input itself is never changed. Other types (text, numbers, sets) are handed out whole. Raises `ValueError`, on one
-        process too, for a dict or namedtuple whose values have different lengths or cannot be split.
+        process too, for a dict or namedtuple whose values have different lengths or cannot be split, and for a tensor that is not dense.
         """
         yield splitting.split(inputs, self.world.rank, self.world.size, apply_padding)
 

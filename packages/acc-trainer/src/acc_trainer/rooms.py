@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from acc_ops.lazy import LazyModule
 
 if TYPE_CHECKING:
+    from acc_trainer import clipping as clipping
     from acc_trainer import gradient_state as gradient_state
     from acc_trainer import lomo as lomo
     from acc_trainer import metrics as metrics
@@ -22,12 +23,13 @@ if TYPE_CHECKING:
     from acc_trainer import setup as setup
     from acc_trainer import state as state
     from acc_trainer import timing as timing
-    from acc_trainer import uneven as uneven
     from acc_trainer.data import prepare
+    from acc_trainer.data import uneven as uneven
     from acc_trainer.tracking import run
 
     data, tracking = prepare, run
 else:
+    clipping = LazyModule("acc_trainer.clipping")
     gradient_state = LazyModule("acc_trainer.gradient_state")
     lomo = LazyModule("acc_trainer.lomo")
     metrics = LazyModule("acc_trainer.metrics")
@@ -38,7 +40,7 @@ else:
     setup = LazyModule("acc_trainer.setup")
     state = LazyModule("acc_trainer.state")
     timing = LazyModule("acc_trainer.timing")
-    uneven = LazyModule("acc_trainer.uneven")
+    uneven = LazyModule("acc_trainer.data.uneven")
     data = LazyModule("acc_trainer.data.prepare")
     tracking = LazyModule("acc_trainer.tracking.run")
 # Any: its protocol asks for attributes where the facade has properties

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 from acc_ops.devices import device_row, is_present
-from acc_ops.enums import DynamoBackend, LoggerType, RNGType
+from acc_ops.enums import DynamoBackend, RNGType
 from acc_ops.environment import get_int_from_env
 from acc_ops.handlers import KwargsHandler
 from acc_plugins.options.accumulation import GradientAccumulationPlugin
 from acc_plugins.options.compile import TorchDynamoPlugin
 from acc_plugins.options.dataloader import DataLoaderConfiguration
+from acc_plugins.options.fp8 import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from acc_plugins.options.kwargs import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -26,6 +28,7 @@ from acc_plugins.strategies.registry import choose_precision, choose_strategy
 from acc_plugins.strategies.strategy import Strategy
 from acc_trainer.grad_sync import GradSync
 from acc_trainer.gradient_state import sync_from_plugin
+from acc_trainer.launch.unbuilt import refuse_unbuilt as refuse_unbuilt
 from acc_trainer.state import AcceleratorState, is_initialized
 
 _HANDLERS: dict[type[KwargsHandler], str] = {
@@ -34,6 +37,9 @@ _HANDLERS: dict[type[KwargsHandler], str] = {
     GradScalerKwargs: "scaler",
     InitProcessGroupKwargs: "init",
     ProfileKwargs: "profile",
+    AORecipeKwargs: "fp8",
+    TERecipeKwargs: "fp8",
+    MSAMPRecipeKwargs: "fp8",
 }
 
 
@@ -46,30 +52,7 @@ class Handlers:
     scaler: GradScalerKwargs | None = None
     init: InitProcessGroupKwargs | None = None
     profile: ProfileKwargs | None = None
-
-
-@dataclass(kw_only=True)
-class Setup:
-    """Everything that an Accelerator is made of."""
-
-    state: AcceleratorState
-    strategy: Strategy
-    grad_sync: GradSync
-    project: ProjectConfiguration
-    dataloader: DataLoaderConfiguration
-    dynamo: TorchDynamoPlugin
-    handlers: Handlers = field(default_factory=Handlers)
-    rng_types: list[Any] = field(default_factory=lambda: ["generator"])
-    log_with: list[Any] = field(default_factory=list)
-
-
-def refuse_unbuilt(**given: Any) -> None:
-    """Raise `ValueError` for an option of an engine that this version has not got; silence would train something else."""
-    for name, value in given.items():
-        if value is not None:
-            raise ValueError(
-                f"{name} was given ({value!r:.80}), but that engine is not built yet in acc: leave it out"
-            )
+    fp8: KwargsHandler | None = None
 
 
 def sort_handlers(handlers: Sequence[KwargsHandler] | None) -> Handlers:
@@ -129,11 +112,13 @@ def project_of(project_dir: Any, config: ProjectConfiguration | None) -> Project
 def dataloader_of(
     config: DataLoaderConfiguration | None, split_batches: bool | None
 ) -> DataLoaderConfiguration:
-    """How loaders are prepared; `split_batches` of the Accelerator counts where it was given."""
+    """How loaders are prepared, in a copy of the Accelerator's own; its `split_batches` counts where it was given."""
     if config is not None and not isinstance(config, DataLoaderConfiguration):
         raise TypeError(f"dataloader_config must be a DataLoaderConfiguration, got {config!r}")
-    made = config if config is not None else DataLoaderConfiguration()
-    return made if split_batches is None else replace(made, split_batches=bool(split_batches))
+    made = copy.copy(config) if config is not None else DataLoaderConfiguration()
+    if split_batches is not None:
+        made.split_batches = bool(split_batches)
+    return made
 
 
 def dynamo_of(backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
@@ -178,20 +163,15 @@ def as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def set_up(
+def join_run(
     *,
     mixed_precision: Any,
     cpu: bool,
-    grad_sync: GradSync,
-    project: ProjectConfiguration,
-    dataloader: DataLoaderConfiguration,
     dynamo: TorchDynamoPlugin,
     handlers: Handlers,
-    rng_types: Sequence[str | RNGType] | None,
-    log_with: str | LoggerType | Any,
-) -> Setup:
-    """Join the world and choose precision and strategy; the options were checked before, so a bad one joins nothing."""
-    shared_generators = rng_types_of(rng_types)
+    save_on_each_node: bool,
+) -> tuple[AcceleratorState, Strategy]:
+    """Join the world and choose precision and strategy; called when every option was checked, so a bad one joins nothing."""
     init = handlers.init.to_kwargs() if handlers.init is not None else {}
     first = not is_initialized()
     state = AcceleratorState(
@@ -203,22 +183,13 @@ def set_up(
             state.world.device,
             scaler_options=handlers.scaler,
             autocast_options=handlers.autocast,
+            fp8_recipe=handlers.fp8,
         )
         strategy = choose_strategy(
-            state.world, precision, ddp_options=handlers.ddp, save_on_each_node=project.save_on_each_node
+            state.world, precision, ddp_options=handlers.ddp, save_on_each_node=save_on_each_node
         )
     except BaseException:
         if first:  # the next Accelerator must be free to choose something that works
             AcceleratorState._reset_state()
         raise
-    return Setup(
-        state=state,
-        strategy=strategy,
-        grad_sync=grad_sync,
-        project=project,
-        dataloader=dataloader,
-        dynamo=dynamo,
-        handlers=handlers,
-        rng_types=shared_generators,
-        log_with=as_list(log_with),
-    )
+    return state, strategy

@@ -18,6 +18,8 @@ def split(inputs: Any, rank: int, size: int, apply_padding: bool = False) -> Any
         _check_values(values)
         parts = {key: split(value, rank, size, apply_padding) for key, value in values.items()}
         return inputs if size == 1 else _like(inputs, parts)
+    if isinstance(inputs, torch.Tensor):
+        _check_dense(inputs)
     if size == 1 or not _has_rows(inputs):
         return inputs
     places = _places(len(inputs), rank, size, apply_padding)
@@ -57,6 +59,14 @@ def _places(length: int, rank: int, size: int, apply_padding: bool) -> list[int]
         longest = each + (1 if rest else 0)
         places += [length - 1] * (longest - len(places))
     return places
+
+
+def _check_dense(tensor: torch.Tensor) -> None:
+    """Raise `ValueError` for a sparse or nested tensor, of which torch gives no rows by their numbers."""
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        ways = "a list of its rows" + ("" if tensor.is_nested else ", or tensor.to_dense()")
+        raise ValueError(f"split_between_processes takes dense tensors, got a {kind} one: give {ways}")
 
 
 def _check_values(values: Mapping[Any, Any]) -> None:

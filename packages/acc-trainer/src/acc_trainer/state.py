@@ -16,6 +16,8 @@ from acc_ops.devices import default_device, device_row, set_device
 from acc_ops.enums import DistributedType, PrecisionType
 from acc_ops.environment import parse_choice_from_env, parse_flag_from_env
 from acc_ops.world import World, bound_world, join_world, leave_world
+from acc_plugins.options.deepspeed_active import answer_with
+from acc_trainer.launch.unbuilt import refuse_unbuilt, refuse_unbuilt_variables
 from acc_trainer.processes import Processes
 
 
@@ -140,6 +142,9 @@ def _absent(state: Any, name: str) -> str:
     return f"{kind} has no attribute {name!r}"
 
 
+_SHOWN_RUN = SharedState()  # what AcceleratorState shows
+
+
 class AcceleratorState(Processes):
     """PartialState plus the precision and the plugins of the run; built by `Accelerator`.
 
@@ -147,7 +152,7 @@ class AcceleratorState(Processes):
     first built outside an Accelerator, and when a later one asks for another precision or for the CPU.
     """
 
-    _shared_state = SharedState()
+    _shared_state = _SHOWN_RUN
 
     def __init__(
         self,
@@ -163,12 +168,15 @@ class AcceleratorState(Processes):
         **kwargs: Any,
     ) -> None:
         self.__dict__ = self._shared_state
-        not_built = (deepspeed_plugin, fsdp_plugin, torch_tp_plugin, megatron_lm_plugin, parallelism_config)
-        if any(plugin is not None for plugin in not_built):
-            given = next(plugin for plugin in not_built if plugin is not None)
-            raise ValueError(f"{type(given).__name__} is not built yet in acc: leave it out")
+        refuse_unbuilt(
+            deepspeed_plugin=deepspeed_plugin,
+            fsdp_plugin=fsdp_plugin,
+            torch_tp_plugin=torch_tp_plugin,
+            megatron_lm_plugin=megatron_lm_plugin,
+            parallelism_config=parallelism_config,
+        )
         if "_over" in self.__dict__ and _from_accelerator:
-            vars(AcceleratorState)["_shared_state"].renew()
+            _SHOWN_RUN.renew()
             PartialState._reset_state()
             self.__dict__ = self._shared_state
         if self.initialized:
@@ -178,6 +186,7 @@ class AcceleratorState(Processes):
             raise ValueError(
                 "AcceleratorState is built by Accelerator: make an Accelerator() first, or use PartialState()"
             )
+        refuse_unbuilt_variables()
         partial = PartialState(cpu, **kwargs)
         self.__dict__.update(
             _partial=partial,
@@ -200,12 +209,12 @@ class AcceleratorState(Processes):
         if cpu and self.device.type != "cpu":
             raise ValueError(
                 f"this process already runs on {self.device}: pass cpu=True to the first Accelerator, "
-                "or call AcceleratorState._reset_state(True) before a new run"
+                "or end the run before with its end_training()"
             )
         if mixed_precision is not None and precision_name(mixed_precision) != self._mixed_precision:
             raise ValueError(
                 f"mixed_precision is {self._mixed_precision!r} already and cannot become {str(mixed_precision)!r}: "
-                "pass it to the first Accelerator, or call AcceleratorState._reset_state() before a new run"
+                "pass it to the first Accelerator, or end the run before with its end_training()"
             )
 
     @staticmethod
@@ -228,7 +237,7 @@ class AcceleratorState(Processes):
 
     @property
     def mixed_precision(self) -> str:
-        """ "no", "fp16" or "bf16"."""
+        """ "no", "fp16", "bf16" or "fp8"."""
         name: str = self._mixed_precision
         return name
 
@@ -296,3 +305,6 @@ def is_initialized() -> bool:
     """Whether an Accelerator was built in this process, and neither ended its training nor was reset."""
     shown = AcceleratorState._shared_state
     return bool(shown) and "_over" not in shown
+
+
+answer_with(lambda: AcceleratorState() if is_initialized() else None)  # what acc-plugins asks about the run

@@ -45,9 +45,8 @@ class StepTimer:
         self._spent = tuple(array("d") for _ in PHASES)  # one number a step
         self._phases = [_OTHER]  # the open ones, the innermost last
         self._marks: list[Any] = []  # phase, stamp, phase, stamp, ... of the step in progress
-        self._pending: deque[list[Any]] = (
-            deque()
-        )  # finished steps whose stamps were not turned into seconds yet
+        # finished steps whose stamps were not turned into seconds yet
+        self._pending: deque[list[Any]] = deque()
         self._by_batch = False
         self._is_step = False  # the marks began with a batch that was handed out
         self.running = False

@@ -1,10 +1,10 @@
-"""What an Accelerator shows of its options and of its run: read-only names for things that live elsewhere."""
+"""What an Accelerator shows of its options and of its run: names for things that live elsewhere, a few of which can be set."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import acc_ops
+import acc_plugins  # lazy
 from acc_trainer.grad_sync import GradSync
 from acc_trainer.processes import Processes
 from acc_trainer.rooms import lomo, parallel
@@ -233,23 +233,45 @@ class Views(Processes):
         """Whether a LOMO optimizer, which updates while it differentiates, was prepared."""
         return any(lomo.is_lomo(optimizer) for optimizer in self._optimizers)
 
-    # fp8: not built yet, so no run has it
     @property
     def fp8_backend(self) -> FP8BackendType:
-        """Which library computes in fp8: none."""
-        return acc_ops.FP8BackendType.NO
+        """Which library computes in fp8."""
+        return self.strategy.precision.fp8_backend
 
     @property
     def fp8_enabled(self) -> bool:
         """Whether forwards run in fp8."""
         return self.mixed_precision == "fp8"
 
-    has_fp8_handler = False
-    delayed_fp8_autocast = False
-    fp8_recipe_handler = None
-    ao_recipe_handler = None
-    te_recipe_handler = None
-    msamp_recipe_handler = None
+    delayed_fp8_autocast = False  # ours starts with the first forward
+
+    @property
+    def has_fp8_handler(self) -> bool:
+        """Whether a recipe for fp8 was given."""
+        return self._handlers.fp8 is not None
+
+    @property
+    def fp8_recipe_handler(self) -> Any:
+        """The recipe for fp8 that was given, or None."""
+        return self._handlers.fp8
+
+    @property
+    def ao_recipe_handler(self) -> Any:
+        """The AORecipeKwargs given, or None."""
+        return self._recipe(acc_plugins.AORecipeKwargs)
+
+    @property
+    def te_recipe_handler(self) -> Any:
+        """The TERecipeKwargs given, or None."""
+        return self._recipe(acc_plugins.TERecipeKwargs)
+
+    @property
+    def msamp_recipe_handler(self) -> Any:
+        """The MSAMPRecipeKwargs given, or None."""
+        return self._recipe(acc_plugins.MSAMPRecipeKwargs)
+
+    def _recipe(self, kind: type) -> Any:
+        return self._handlers.fp8 if isinstance(self._handlers.fp8, kind) else None
 
     # engines that are not in use
     @property
@@ -265,7 +287,7 @@ class Views(Processes):
     @property
     def is_fsdp2(self) -> bool:
         """Whether models are sharded with FSDP2."""
-        return self.strategy.name == "fsdp2"
+        return self.state.is_fsdp2
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from acc_ops.collectives import gather
 from acc_ops.exchange import MismatchError
 from acc_ops.testing import count_calls, run_threads
 from acc_ops.world import current_world
-from acc_trainer.data.dispatch import DataLoaderDispatcher, cut_rows
+from acc_trainer.data.dispatch import DataLoaderDispatcher
 from acc_trainer.data.prepare import prepare_data_loader, skip_first_batches
 from acc_trainer.grad_sync import GradSync
 
@@ -194,19 +194,85 @@ def test_batches_without_rows_are_refused():
     assert run_threads(2, ask) == [True, True]
 
 
-def test_rows_are_cut_everywhere_they_are():
-    data = {
-        "a": torch.arange(4),
-        "b": (torch.zeros(4, 2), ["w", "x", "y", "z"]),
-        "c": torch.tensor(1.0),
-        "d": [1, 2],
-    }
-    part = cut_rows(data, slice(1, 3), 4)
-    assert part["a"].tolist() == [1, 2]
-    assert part["b"][0].shape == (2, 2)
-    assert part["b"][1] == ["x", "y"]
-    assert part["c"].item() == 1.0
-    assert part["d"] == [1, 2]
+class Items(IterableDataset):
+    """A stream of the given samples, or of whole batches."""
+
+    def __init__(self, items):
+        self.items = items
+
+    def __iter__(self):
+        return iter(self.items)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("size", [4, 5, 8, 12, 13])
+def test_pairs_of_texts_are_shared_out_by_rows(size, split):
+    def ask():
+        pairs = Items([(f"s{i}", f"t{i}") for i in range(size)])
+        return list(dispatched(DataLoader(pairs, 4), split_batches=split))
+
+    seen = []
+    for parts in zip(*run_threads(2, ask), strict=True):
+        sources, targets = ([text for part in parts for text in part[column]] for column in (0, 1))
+        assert [text[1:] for text in sources] == [text[1:] for text in targets]
+        assert len(parts[0][0]) == len(parts[1][0])
+        seen += sources
+    assert seen[:size] == [f"s{i}" for i in range(size)]
+    assert seen[size:] == [f"s{i}" for i in range(size % 2)]
+
+
+def test_pairs_of_texts_of_the_users_own_are_rows():
+    def ask():
+        pairs = Items([(f"s{i}", f"t{i}") for i in range(3)])
+        return list(dispatched(DataLoader(pairs, 4, collate_fn=list)))
+
+    assert run_threads(2, ask) == [[[("s0", "t0"), ("s1", "t1")]], [[("s2", "t2"), ("s0", "t0")]]]
+
+
+def test_a_dict_of_lists_alone_is_shared_out():
+    def ask():
+        return list(
+            dispatched(DataLoader(range(3), 3, collate_fn=lambda items: {"text": [str(i) for i in items]}))
+        )
+
+    assert run_threads(2, ask) == [[{"text": ["0", "1"]}], [{"text": ["2", "0"]}]]
+
+
+def test_rows_of_unequal_length_stay_whole_in_a_tail():
+    batches = [
+        {"x": torch.arange(2), "m": [["a"], ["b", "e"]]},
+        {"x": torch.tensor([9]), "m": [["c"]]},
+    ]
+
+    def ask():
+        return [
+            (batch["x"].tolist(), batch["m"])
+            for batch in dispatched(DataLoader(Items(batches), batch_size=None))
+        ]
+
+    assert run_threads(2, ask) == [[([0, 1], [["a"], ["b", "e"]])], [([9, 0], [["c"], ["a"]])]]
+
+
+def test_a_tail_is_completed_from_the_first_batch_with_rows():
+    batches = [torch.zeros(0), torch.arange(2.0), torch.arange(3.0)]
+
+    def ask():
+        made = dispatched(DataLoader(Items(batches), batch_size=None))
+        return rows(made), rows(skip_first_batches(made, 1))
+
+    assert run_threads(2, ask) == [
+        ([[0.0], [0.0, 1.0]], [[0.0, 1.0]]),
+        ([[1.0], [2.0, 0.0]], [[2.0, 0.0]]),
+    ]
+
+
+def test_a_defaultdict_is_dispatched_with_a_short_tail():
+    batches = [defaultdict(list, x=torch.ones(size)) for size in (2, 1)]
+
+    def ask():
+        return [(type(one), len(one["x"])) for one in dispatched(DataLoader(Items(batches), batch_size=None))]
+
+    assert run_threads(2, ask) == [[(defaultdict, 2)]] * 2
 
 
 def counted(work):

@@ -64,7 +64,7 @@ def prepared(files, size, drop_last, **options):
     return made
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(1, 7), min_size=1, max_size=6),
     size=st.integers(1, 3),
@@ -173,3 +173,18 @@ def test_items_without_batches_stay_in_step():
 @pytest.mark.parametrize("thing", [object(), [1, 2], Files([[1]])])
 def test_what_has_no_shards_for_all_ranks_is_told(thing):
     assert own_shards(thing, 2, 0) is None
+
+
+def test_pairs_of_texts_are_counted_by_rows():
+    def work():
+        pairs = Files([[(f"s{i}", f"t{i}") for i in file] for file in files_of([5, 2])])
+        made = prepare_data_loader(
+            DataLoader(pairs, 3), device=current_world().device, put_on_device=True, dispatch_batches=False
+        )
+        made._grad_sync = sync = GradSync()
+        got = []
+        for _, targets in made:
+            got += gather_for_metrics(targets, sync, current_world())
+        return got
+
+    assert run_threads(2, work) == [["t0", "t1", "t2", "t5", "t6", "t3", "t4"]] * 2

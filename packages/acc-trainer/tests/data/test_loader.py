@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import multiprocessing as mp
 import pickle
 
 import pytest
@@ -135,6 +136,69 @@ def test_loaders_side_by_side_both_end():
     one, two = prepared(DataLoader(range(2), 1)), prepared(DataLoader(range(3), 1))
     one._grad_sync = two._grad_sync = sync
     assert [sync.end_of_loader for _ in zip(one, two, strict=False)] == [False, False]
+
+
+@pytest.mark.parametrize("seeded", [False, True])
+def test_loaders_that_are_zipped_draw_as_plain_ones_do(seeded):
+    def drawn(make):
+        torch.manual_seed(0)
+        one, two = (make(DataLoader(range(7), 2, shuffle=True)) for _ in range(2))
+        pairs = [[batch.tolist() for batch in pair] for pair in zip(one, two, strict=True)]
+        return pairs, torch.rand(()).item()
+
+    if not seeded:
+        assert drawn(prepared) == drawn(lambda loader: loader)
+    made = prepared(DataLoader(range(40), 40, shuffle=True), use_seedable_sampler=seeded)
+    ((first, second),) = zip(made, made, strict=True)  # two passes, so two epochs
+    assert first.tolist() != second.tolist()
+
+
+def test_a_pass_that_is_never_begun_leaves_no_workers_and_no_trace():
+    made = prepared(DataLoader(range(6), 2, shuffle=True, num_workers=1), use_seedable_sampler=True)
+    order = flat(made)
+    made.set_epoch(0)
+    passed = iter(made)
+    workers = mp.active_children()
+    assert made.grad_sync.loaders == []
+    del passed
+    for worker in workers:
+        worker.join(timeout=30)
+        assert not worker.is_alive()
+    assert flat(made) == order
+
+
+class Unsized(torch.utils.data.Sampler):
+    def __iter__(self):
+        return iter(torch.randperm(6).tolist())
+
+
+def test_data_behind_a_sampler_of_the_users_is_drawn_in_the_order_of_a_plain_loop():
+    class Noisy(torch.utils.data.Dataset):
+        def __getitem__(self, index):
+            return index + torch.rand(())
+
+    def make():
+        return DataLoader(Noisy(), 2, sampler=Unsized())
+
+    def drawn(loader, passes=2):
+        return [(batch.tolist(), torch.rand(()).item()) for _ in range(passes) for batch in loader]
+
+    torch.manual_seed(0)
+    plain = drawn(make())
+    torch.manual_seed(0)
+    made = prepared(make())
+    assert drawn(made) == plain
+    assert [made.end_of_dataloader for _ in made] == [False, False, True]
+
+    torch.manual_seed(0)
+    made = prepared(make())
+    next(iter(made))
+    torch.rand(())
+    state, now = made.position.state_dict(), torch.get_rng_state()
+    made.position.load_state_dict(state)
+    torch.manual_seed(5)
+    torch.set_rng_state(now)
+    assert drawn(skip_first_batches(made, 1), 1) + drawn(made, 1) == plain[1:]
 
 
 def test_skipping_gives_the_rest_and_the_next_epoch_is_the_next_one():

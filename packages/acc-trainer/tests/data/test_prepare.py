@@ -60,6 +60,24 @@ def test_an_iter_of_the_users_with_workers_over_a_stream_says_what_it_cannot_kno
     assert "Tripling has an __iter__ of its own and workers" in caplog.text
 
 
+class LeavingOut(DataLoader):
+    def _get_iterator(self):
+        batches = super()._get_iterator()
+        next(batches)
+        return batches
+
+
+def test_an_iterator_of_the_users_that_leaves_out_a_batch_lets_no_repeats_into_the_metrics():
+    def work():
+        loader = prepared(LeavingOut(range(9), 2))
+        seen = [(batch.tolist(), loader.end_of_dataloader, loader.position.real) for batch in loader]
+        return seen if current_world().rank == 0 else None
+
+    # the batches are [0, 1], [4, 5] and [8, 0]; the last is one sample of this rank and none of the other
+    assert run_threads(2, work)[0] == [([4, 5], False, None), ([8, 0], True, (1, 0))]
+    assert run_threads(1, work)[0][-1] == ([8], True, None)
+
+
 def test_a_length_that_a_subclass_tells_loses_no_batch():
     class Modest(DataLoader):
         def __len__(self):

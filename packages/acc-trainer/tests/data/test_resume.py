@@ -28,7 +28,7 @@ class Stream(IterableDataset):
         return (self.size * self.epoch + i for i in range(self.size))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     size=st.integers(1, 24),
     share=st.integers(1, 3),

@@ -101,7 +101,7 @@ batches = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(steps=st.lists(st.lists(batches, min_size=2, max_size=2), min_size=1, max_size=3), copy=st.booleans())
 def test_everything_arrives_as_it_was_sent(steps, copy):
     for rank, got in enumerate(sent(steps, copy=copy)):

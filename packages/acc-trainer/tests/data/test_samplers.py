@@ -17,12 +17,14 @@ from torch.utils.data import (
 )
 
 from acc_trainer.data.samplers import (
+    OneAhead,
     ResumedIndices,
     SeedableRandomSampler,
     SkipBatchSampler,
     check_skip,
     get_sampler,
     has_trusted_length,
+    is_random,
     seedable,
 )
 from acc_trainer.data.shard import BatchSamplerShard
@@ -90,6 +92,39 @@ def test_torchs_random_samplers_become_a_function_of_the_epoch(sampler):
         orders.append(list(made))
     assert orders[0] == orders[2] != orders[1]
     assert sampler.generator is None
+
+
+class Derived(RandomSampler):
+    pass
+
+
+@pytest.mark.parametrize("kind", [RandomSampler, Derived])
+def test_a_pass_inside_another_does_not_change_its_order(kind):
+    made, told = seedable(kind(range(4), num_samples=12), 3)
+    told.set_epoch(0)
+    alone = list(made)
+    told.set_epoch(0)
+    outer = iter(made)
+    begun = [next(outer) for _ in range(2)]
+    told.set_epoch(1)
+    assert len(list(made)) == 12
+    assert begun + list(outer) == alone
+
+
+def test_a_sampler_derived_from_torchs_is_seeded_as_that_is():
+    class WithoutGenerator(RandomSampler):
+        def __init__(self):
+            pass
+
+    assert is_random(Derived(range(4)))
+    assert not is_random(WithoutGenerator())
+    assert not is_random(SeedableRandomSampler(range(4)))
+
+
+def test_the_end_is_known_with_the_last_indices():
+    ahead = OneAhead([3, 1, 2])
+    assert [(item, ahead.ended) for item in ahead] == [(3, False), (1, False), (2, True)]
+    assert (len(ahead), list(OneAhead([]))) == (3, [])
 
 
 def test_skipping_leaves_out_the_first_batches():

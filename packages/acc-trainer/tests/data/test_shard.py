@@ -129,6 +129,19 @@ def test_batches_that_the_user_stored_are_not_changed():
     assert stored == [[0, 1], [2]]
 
 
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("kind", [list, iter, tuple, torch.tensor, set])
+def test_batches_may_be_anything_that_yields_indices(kind, split):
+    class Yielding:
+        batch_size, drop_last = 2, False
+
+        def __iter__(self):
+            return (kind(batch) for batch in ([0, 1], [2, 3], [4]))
+
+    seen = [[[int(i) for i in batch] for batch in shard] for shard in shards(Yielding(), 2, split, True)]
+    assert seen == ([[[0], [2], [4]], [[1], [3], [0]]] if split else [[[0, 1], [4, 0]], [[2, 3], [1, 2]]])
+
+
 def test_short_batches_in_the_middle_are_no_tail():
     class Buckets(list):
         batch_size = 3

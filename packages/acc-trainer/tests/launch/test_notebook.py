@@ -12,6 +12,13 @@ from acc_trainer.accelerator import Accelerator
 from acc_trainer.launch.notebook import debug_launcher, notebook_launcher
 
 
+@pytest.fixture(autouse=True)
+def no_bitsandbytes(monkeypatch):
+    monkeypatch.delitem(
+        sys.modules, "bitsandbytes", raising=False
+    )  # other tests import it where it is installed
+
+
 def _never():
     raise AssertionError("the function must not be called")
 
@@ -19,7 +26,7 @@ def _never():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"num_processes": 1, "mixed_precision": "fp7"}, "one of no, fp16, bf16, got 'fp7'"),
+        ({"num_processes": 1, "mixed_precision": "fp7"}, "one of no, fp16, bf16, fp8, got 'fp7'"),
         ({}, "needs num_processes"),
         ({"num_processes": 0}, "at least 1, got 0"),
         ({"num_processes": 2, "num_nodes": 2, "node_rank": 2}, "from 0 to 1"),
@@ -84,3 +91,8 @@ def test_an_accelerator_that_is_there_is_an_error_until_its_training_has_ended(m
     monkeypatch.setattr("acc_trainer.launch.notebook._fork", lambda *given: forked.append(given[2]))
     debug_launcher(_never, num_processes=3)
     assert forked == [3]
+
+
+def test_machines_do_not_each_choose_a_port_of_their_own():
+    with pytest.raises(ValueError, match="use_port 0 cannot be used with num_nodes=2"):
+        notebook_launcher(_never, num_processes=1, num_nodes=2, use_port=0)

@@ -33,6 +33,19 @@ def test_a_second_run_logs_to_its_own_trackers_only(noting):
         accelerator.end_training()
 
 
+def test_values_that_go_nowhere_are_said_once(noting, caplog):
+    accelerator = Accelerator(log_with=noting())
+    for _ in range(2):
+        accelerator.log({"a": 1})
+    assert [record.getMessage() for record in caplog.records] == [
+        "log has no effect: no tracker of log_with is running; call init_trackers first (end_training ends them)"
+    ]
+    Accelerator().log({"a": 1})  # no tracker was asked for
+    accelerator.init_trackers("one")
+    accelerator.log({"a": 1})
+    assert len(caplog.records) == 1
+
+
 def test_starting_again_finishes_the_run_before(noting):
     tracker = noting()
     accelerator = Accelerator(log_with=tracker)

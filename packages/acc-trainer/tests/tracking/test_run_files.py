@@ -39,6 +39,14 @@ def test_a_run_name_may_have_folders_in_it(tmp_path):
     assert write(tmp_path, "a", name="team/run") == tmp_path / "team" / "run.jsonl"
 
 
+@pytest.mark.parametrize("name", ["../run", "team/../../run", "/run"])
+def test_a_run_name_that_leads_out_of_the_folder_is_refused(tmp_path, name):
+    folder = tmp_path / "runs"
+    with pytest.raises(ValueError, match=f"the run name '{name}.jsonl' leads out of the folder"):
+        write(folder, "a", name=name)
+    assert not list(tmp_path.rglob("*.jsonl"))
+
+
 @given(
     st.lists(st.text(st.characters(exclude_characters="\n\r", codec="utf-8"))),
     st.integers(min_value=0, max_value=200),

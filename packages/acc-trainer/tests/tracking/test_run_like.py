@@ -98,3 +98,12 @@ def test_a_missing_library_is_named_with_the_remedy(kind, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, kind.name, None)
     with pytest.raises(ImportError, match=rf'pip install "acc-trainer\[{kind.name}\]"'):
         kind("project").start()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_names_that_are_no_text_are_sent_as_text(kind, stand_in):
+    library = stand_in(kind.name)
+    tracker = kind("project")
+    tracker.start()
+    tracker.log({1: 2.0})
+    assert library.calls("init().log") == [(({"1": 2.0},), {"step": None})]

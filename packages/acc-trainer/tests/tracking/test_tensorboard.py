@@ -53,3 +53,19 @@ def test_what_tensorboard_cannot_show_is_left_out_and_said(tmp_path, caplog):
 def test_it_needs_a_folder():
     with pytest.raises(ValueError, match="give logging_dir"):
         Accelerator(log_with="tensorboard")
+
+
+def test_names_that_are_no_text_are_shown_as_text(tmp_path):
+    tracker = TensorBoardTracker("run", tmp_path)
+    tracker.start()
+    tracker.log({1: 2.0, "group": {3: 4.0}}, step=0)
+    tracker.finish()
+    assert events(tmp_path / "run").Scalars("1")[0].value == 2.0
+    assert events(tmp_path / "run" / "group_3").Scalars("group")[0].value == 4.0
+
+
+@pytest.mark.parametrize("name", ["..", "../../out", "/out"])
+def test_a_run_stays_in_its_folder(tmp_path, name):
+    with pytest.raises(ValueError, match=f"run name {name!r} leads out of the folder"):
+        TensorBoardTracker(name, tmp_path)
+    assert TensorBoardTracker("a/../b", tmp_path).logging_dir.startswith(str(tmp_path))

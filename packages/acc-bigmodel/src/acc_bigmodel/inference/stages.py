@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_right
 from collections.abc import Sequence
 
 from torch import nn
 
 from acc_bigmodel.atoms import Atoms, group_atoms
+from acc_bigmodel.balance import Runs
 from acc_bigmodel.budget import MaxMemory
 from acc_bigmodel.device_map import infer_auto_device_map
 from acc_bigmodel.measure import take_inventory
@@ -60,27 +60,17 @@ def even_starts(ends: Sequence[int], runs: int) -> list[int]:
 
     `ends[i]` are the bytes of the first i pieces, of which there are at least as many as runs. Exact, by bisection.
     """
-    count = len(ends) - 1
-
-    def reach(start: int, limit: int) -> int:
-        return bisect_right(ends, ends[start] + limit) - 1
-
-    def fits(start: int, left: int, limit: int) -> bool:
-        for _ in range(left):
-            start = reach(start, limit)
-        return start >= count
-
-    low, high = 0, ends[-1]
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(0, runs, middle) else (middle + 1, high)
+    split = Runs(list(ends), [ends[-1]] * runs)
+    limit = split.least_limit(0, 0)
     starts = [0]
     for left in range(runs - 1, 0, -1):  # runs after this one
         start = starts[-1]
-        furthest = min(reach(start, low), count - left)
+        furthest = min(split.reach(start, limit), split.count - left)
         share = ends[start] + (ends[-1] - ends[start]) / (left + 1)
         near = sorted(range(start + 1, furthest + 1), key=lambda stop: abs(ends[stop] - share))
-        starts.append(next((stop for stop in near if fits(stop, left, low)), max(furthest, start + 1)))
+        starts.append(
+            next((stop for stop in near if split.fits(stop, runs - left, limit)), max(furthest, start + 1))
+        )
     return starts
 
 

@@ -5,6 +5,7 @@
 `{"NAME": {"dtype": "bfloat16", "shape": [4, 8]}}`. An entry with `"same_as": OTHER` shares OTHER's file, as tied weights
 do. An entry may instead point into a safetensors file: `{"safetensors_file": PATH, "weight_name": NAME, "dtype":
 "bfloat16"}` (the last two are optional).
+The statistics of an 8-bit weight `LAYER.weight` are the tensor `LAYER.SCB`.
 Files are replaced, never rewritten, so that a model which mapped them before keeps its own weights. Every writer stages
 under a name of its own (stores/locking.py), and the index is merged under a lock, so that several processes and threads may
 write at once.
@@ -28,6 +29,7 @@ from acc_bigmodel.stores.strict_json import parse_json
 
 INDEX_FILE = "index.json"
 LOCK_FILE = ".index.lock"
+_STATISTICS = "SCB"  # in the place of "weight"
 _TOO_MANY = 2**60  # elements: more than torch could count the bytes of
 
 
@@ -48,6 +50,22 @@ def stored_raw_file(folder: str | os.PathLike[str], name: str) -> str:
 def home_of(name: str, info: Mapping[str, Any]) -> str:
     """The name whose raw file an index entry uses: its own, or that of the tensor it is tied to."""
     return str(info.get("same_as", name))
+
+
+def statistics_of(name: str) -> str:
+    """The name under which the statistics of an 8-bit weight are kept: what acc-hooks hangs on it; ValueError if there is none."""
+    path, dot, local = name.rpartition(".")
+    if local != "weight":
+        raise ValueError(
+            f"the statistics of {name!r} have no name: only parameters called 'weight' are quantised to 8 bits"
+        )
+    return f"{path}{dot}{_STATISTICS}"
+
+
+def weight_of(name: str) -> str:
+    """The name of the weight whose statistics are kept under `name`; any other name as it is."""
+    path, dot, local = name.rpartition(".")
+    return f"{path}{dot}weight" if local == _STATISTICS else name
 
 
 def layout_of_entry(info: Mapping[str, Any]) -> tuple[torch.Size, torch.dtype]:

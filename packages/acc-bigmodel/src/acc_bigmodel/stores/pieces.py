@@ -54,8 +54,9 @@ def copy_jobs(
     """Calls that together write `source` into `target`, converting it; `note` hears how many bytes of `source` were read."""
 
     def copy(to: torch.Tensor, piece: torch.Tensor) -> None:
-        with torch.no_grad():  # which is off in every new thread
-            to.copy_(piece)
+        # both are off in every new thread; a device's memory is not asked for the piece that is converted
+        with torch.inference_mode(to.is_inference()), torch.no_grad():
+            to.copy_(piece if to.device == piece.device else piece.to(to.dtype))
         if mapped:
             give_back(piece)
         note(piece.nbytes)

@@ -19,7 +19,7 @@ from acc_bigmodel.stores.pieces import in_pieces
 from acc_bigmodel.stores.store import FileSlice, ReplacedFileError, WeightStore, file_identity
 from acc_bigmodel.stores.strict_json import parse_json
 
-_ALIGNMENT_BYTES = 8
+_ALIGNMENT_BYTES = 64  # kernels round differently where weights are not aligned
 
 
 class SafetensorsStore(WeightStore):
@@ -173,8 +173,11 @@ def write_safetensors(
     half-written one. Raises ValueError for a dtype that the format cannot hold, before anything is written.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
-    # widest dtype first, so that every tensor starts at a multiple of its own item size
-    names = sorted(entries, key=lambda name: -entries[name].dtype.itemsize)
+    # the file has no gaps: what fills whole lines comes first and starts at one, the rest at multiples of its item size
+    names = sorted(
+        entries,
+        key=lambda name: (entries[name].nbytes % _ALIGNMENT_BYTES != 0, -entries[name].dtype.itemsize),
+    )
     at = 0
     for name in names:
         entry = entries[name]
@@ -187,7 +190,7 @@ def write_safetensors(
         header[name] = {"dtype": kind, "shape": shape, "data_offsets": [at, at + entry.nbytes]}
         at += entry.nbytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % _ALIGNMENT_BYTES)
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT_BYTES)
     with Path(file).open("wb") as out:
         out.write(len(text).to_bytes(8, "little"))
         out.write(text)

@@ -72,6 +72,10 @@ class WeightStore(Mapping[str, torch.Tensor]):
         """The name under which the same stored tensor was saved first; `name` itself when it shares with none."""
         return name
 
+    def aliases(self) -> dict[str, str]:
+        """`alias_of` every name, in the order of the store."""
+        return {name: self.alias_of(name) for name in self}
+
     def is_at_hand(self, name: str) -> bool:  # noqa: ARG002
         """Whether reading the tensor takes no time, as when it is in memory or mapped: fetching it ahead wins nothing."""
         return False

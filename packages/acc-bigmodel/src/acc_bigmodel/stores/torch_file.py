@@ -43,7 +43,7 @@ class TorchFileStore(MemoryStore):
             raise FileNotFoundError(f"there is no weights file {self.file}")
         self._identity = file_identity(self.file)
         # only the zip format (torch >= 1.6) can be mapped; an older file is read into memory
-        self._is_mapped = zipfile.is_zipfile(self.file)
+        self._is_mapped = _is_zip(self.file)
         content = read_torch_file(self.file, mapped=self._is_mapped)
         if not isinstance(content, Mapping):
             raise ValueError(
@@ -107,11 +107,25 @@ def read_torch_file(file: str, mapped: bool = False) -> Any:
         ) from error
 
 
+def _is_zip(file: str) -> bool:
+    try:
+        return zipfile.is_zipfile(file)
+    except zipfile.BadZipFile as error:
+        raise ValueError(f"{file} is a damaged zip archive: {error}") from error
+
+
 def _check_plain(file: str, name: object, tensor: torch.Tensor) -> None:
     if not isinstance(name, str):
         raise ValueError(f"{file} has a tensor called {name!r}, a {type(name).__name__}: names must be text")
     if tensor.layout is not torch.strided:
         raise ValueError(f"{name!r} in {file} is a tensor of layout {tensor.layout}; save its to_dense()")
+    if tensor.is_quantized:
+        raise ValueError(
+            f"{name!r} in {file} is a quantized tensor ({tensor.dtype}), which has a scale beside its numbers; save its "
+            "dequantize(), or its int_repr() and what belongs to it"
+        )
+    if tensor.is_meta:
+        raise ValueError(f"{name!r} in {file} was on the meta device when it was saved, and has no values")
 
 
 def _check_storages(file: str, tensors: Mapping[str, torch.Tensor]) -> None:

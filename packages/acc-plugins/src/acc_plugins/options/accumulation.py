@@ -21,7 +21,9 @@ class GradientAccumulationPlugin(KwargsHandler):
         help="micro-batches whose gradients are added up for one optimizer step",
     )
     adjust_scheduler: bool = option(
-        True, flag=False, help="count the scheduler's steps that accumulation leaves out"
+        True,
+        flag=False,
+        help="taken for the sake of old scripts; either way a schedule moves with the steps that are made",
     )
     sync_with_dataloader: bool = option(
         True, flag=False, help="finish the step at the end of a data loader, also with fewer micro-batches"

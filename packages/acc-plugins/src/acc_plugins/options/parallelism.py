@@ -47,6 +47,18 @@ class TorchTensorParallelConfig:
 
 
 @dataclass
+class TorchTensorParallelPlugin:
+    """A number of ranks that split each layer; deprecated: `ParallelismConfig(tp_size=...)` says it. Raises OptionError for one below 1."""
+
+    tp_size: int = option(1, flag=False, help="ranks that split each layer")
+    torch_device_mesh: Any = option(None, flag=False, key=False, help="the mesh of those ranks")
+
+    def __post_init__(self) -> None:
+        settle(self)
+        require_at_least(self, "tp_size", 1)
+
+
+@dataclass
 class TorchContextParallelConfig:
     """Settings of torch's context parallelism."""
 
@@ -164,6 +176,8 @@ class ParallelismConfig:
                 )
             if handler is None and self._of(axis) > 1:
                 setattr(self, f"{axis}_handler", kind())
+            elif handler is not None and self._of(axis) == 1:
+                logger.warning("%s_handler has no effect with %s_size=1", axis, axis)
 
     def _check_together(self) -> None:
         if self.cp_enabled and self.sp_enabled:
@@ -256,18 +270,29 @@ class ParallelismConfig:
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
         """The mesh with the axes in use, and with `dp`, `dp_shard_cp` and `dp_cp` joined from them; None where no axis is in use, or DeepSpeed makes its own.
 
-        Every rank calls it. Raises ValueError naming the sizes and the world's when they do not fit.
+        Every rank calls it. Raises ValueError on all of them when their sizes differ from each other or do not fit the world, WorldError without
+        a process group.
         """
-        axes = self._enabled(*_AXES)
-        if not axes or self.sp_enabled:
-            return None
         # loaded here: the launcher reads option classes without torch
+        import torch.distributed as dist  # noqa: PLC0415
         from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415
 
         from acc_ops.mesh import mesh_shape  # noqa: PLC0415
+        from acc_ops.rendezvous import WorldError  # noqa: PLC0415
         from acc_ops.world import current_world  # noqa: PLC0415
 
-        shape = mesh_shape({axis: self._of(axis) for axis in axes}, current_world().size)
+        world = current_world()
+        grouped = dist.is_available() and dist.is_initialized()
+        if not (grouped and dist.get_backend() == "fake"):  # where no other rank is there to be asked
+            self._compare(world.comm.all_gather_object({axis: self._of(axis) for axis in _AXES}))
+        axes = self._enabled(*_AXES)
+        if not axes or self.sp_enabled:
+            return None
+        shape = mesh_shape({axis: self._of(axis) for axis in axes}, world.size)
+        if not grouped:
+            raise WorldError(
+                "a mesh needs a process group: start with a launcher and make an Accelerator or call join_world() first"
+            )
         mesh = init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
         for name, parts in _JOINED.items():
             joined = self._enabled(*parts)
@@ -275,6 +300,21 @@ class ParallelismConfig:
                 mesh[tuple(joined)]._flatten(name)
         self._mesh = mesh
         return mesh
+
+    @staticmethod
+    def _compare(told: list[dict[str, int]]) -> None:
+        for rank, sizes in enumerate(told):
+            other = next((axis for axis in _AXES if sizes[axis] != told[0][axis]), None)
+            if other is not None:
+                raise ValueError(
+                    f"the ranks disagree on {other}_size: rank 0 has {told[0][other]}, rank {rank} has {sizes[other]}. Give all ranks the same "
+                    "arguments and variables"
+                )
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """The mesh, None before it is built."""
+        return self._mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
         """The mesh, built at the first call. Raises ValueError without a `device_type` then, and for another one later."""
@@ -291,13 +331,21 @@ class ParallelismConfig:
         return self._mesh
 
     def _validate_accelerator(self, accelerator: Any) -> None:
-        """Fit the sizes to `accelerator.num_processes`: all left at 1 means copies only. Raises ValueError where they do not fit."""
+        """Fit the sizes to `accelerator.num_processes`: all left at 1 means copies only.
+
+        Raises ValueError where they do not fit, and where FSDP would have nothing to shard over.
+        """
         if self.total_size == 1:
             self.dp_replicate_size = accelerator.num_processes
         elif self.total_size != accelerator.num_processes:
             sizes = " x ".join(f"{axis}_size={self._of(axis)}" for axis in self._enabled(*_AXES))
             raise ValueError(
                 f"{sizes} makes {self.total_size} ranks, but there are {accelerator.num_processes} processes"
+            )
+        sharded = getattr(accelerator, "is_fsdp2", False)
+        if sharded and accelerator.num_processes > 1 and not self.dp_shard_cp_dim_names:
+            raise ValueError(
+                f"FSDP shards over dp_shard and cp, and both are 1 (of {accelerator.num_processes} processes): give dp_shard_size, or leave FSDP out"
             )
 
     def to_json(self) -> str:

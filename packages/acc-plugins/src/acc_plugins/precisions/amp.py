@@ -31,6 +31,7 @@ class Autocast:
     dtype: torch.dtype
     enabled: bool = True
     cache_enabled: bool | None = None
+    of_a_precision: ClassVar[bool] = True  # a run in float32 takes it away
 
     def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         # a context of its own per call: torch's keeps what it must restore in itself, and forwards may nest

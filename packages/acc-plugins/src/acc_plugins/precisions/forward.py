@@ -42,6 +42,18 @@ class Around(Protocol):
         """What the model's forward shall return."""
 
 
+class Nested:
+    """What is done around a forward, inside something else that is."""
+
+    def __init__(self, outer: Around, inner: Around) -> None:
+        self.outer, self.inner = outer, inner
+        self.of_a_precision = getattr(outer, "of_a_precision", False)
+
+    def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """`inner` gets the model's own `forward`."""
+        return self.outer(functools.partial(self.inner, forward), *args, **kwargs)
+
+
 def surround_forward(model: nn.Module, around: Around) -> nn.Module:
     """Let every forward of `model` run through `around`, instead of an earlier one. Returns `model`.
 
@@ -89,6 +101,11 @@ register_unwrap_finalizer(_AROUND, _revert)
 def is_surrounded(model: nn.Module) -> bool:
     """Whether the forward of `model` runs through something of ours."""
     return _AROUND in vars(model)
+
+
+def around_of(model: nn.Module) -> Around | None:
+    """What the forward of `model` runs through, if anything of ours."""
+    return vars(model).get(_AROUND)
 
 
 class Surrounded(nn.Module):

@@ -6,7 +6,10 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from acc_ops.enums import FP8BackendType
+from acc_ops.unwrap import extract_model_from_parallel
 from acc_plugins.outcome import StepOutcome
+from acc_plugins.precisions.forward import around_of, restore_forward
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -29,9 +32,13 @@ class Precision:
 
     name: ClassVar[str] = "no"
     scaler: GradScaler | None = None
+    fp8_backend: ClassVar[FP8BackendType] = FP8BackendType.NO  # the library that computes in fp8
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model to train with: here the very same, untouched."""
+        """The model to train with: here the very same, without what the precision of an earlier run did around its forward."""
+        for one in (model, extract_model_from_parallel(model, keep_torch_compile=False)):
+            if getattr(around_of(one), "of_a_precision", False):
+                restore_forward(one)
         return model
 
     def unwrap(self, model: nn.Module) -> nn.Module:

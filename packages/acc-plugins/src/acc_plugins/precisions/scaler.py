@@ -35,6 +35,11 @@ class StepScaler(GradScaler):
         # unscaled, and a backward came before the step: what the gradients were before it
         self._stale: weakref.WeakKeyDictionary[Optimizer, list[tuple[int, int]]] = weakref.WeakKeyDictionary()
 
+    @property
+    def unscaled(self) -> list[Optimizer]:
+        """Those whose gradients have their true size by now."""
+        return list(self._unscaled)
+
     def unscale_once(self, optimizer: Optimizer) -> None:
         """Unscale the gradients of `optimizer` unless that was done since its last step; without gradients do nothing.
 

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 
-def clip_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+def clip_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float | str = 2.0) -> Tensor:
     """Scale all gradients so that their common norm is at most `max_norm`; the norm before that, as a 0-dim tensor.
 
     The same numbers as `torch.nn.utils.clip_grad_norm_`, except that a parameter given twice counts once. Gradients that are plain
     tensors of one device and dtype are grouped once here and not twice as there; everything else goes to torch.
     """
+    norm_type = float(norm_type)  # "inf", too, as torch takes it
     unique = unique_parameters(parameters)
     gradients = [p.grad for p in unique if p.grad is not None]
     if not gradients or not _alike_and_plain(gradients):

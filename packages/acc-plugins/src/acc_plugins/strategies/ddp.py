@@ -74,8 +74,11 @@ class DDPStrategy(Strategy):
         return [next(iter(kinds))]
 
     def without_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """`DistributedDataParallel.no_sync`: enter it around the forward too, which is where torch looks."""
-        if isinstance(model, DistributedDataParallel):
+        """`DistributedDataParallel.no_sync`: enter it around the forward too, which is where torch looks.
+
+        With `static_graph` the first backward of a model synchronises all the same: torch learns the graph from it, and fails without.
+        """
+        if isinstance(model, DistributedDataParallel) and not _still_learns(model):
             return model.no_sync()
         return super().without_sync(model)
 
@@ -102,3 +105,8 @@ class DDPStrategy(Strategy):
             # what DDP's forward does when it is not under no_sync; from the loss it finds the parameters that are not used
             model.reducer.prepare_for_backward([loss] if model.find_unused_parameters else [])
         super().backward(loss, divisor=divisor, **kwargs)
+
+
+def _still_learns(model: DistributedDataParallel) -> bool:
+    """Whether torch has yet to see the graph that was promised to be static."""
+    return model.static_graph and not getattr(model, "_static_graph_delay_allreduce_enqueued", True)

@@ -9,9 +9,11 @@ import torch
 from acc_ops.comm import TorchComm
 from acc_ops.devices import device_module, device_row
 from acc_ops.enums import PrecisionType
+from acc_ops.handlers import KwargsHandler
 from acc_ops.world import World
 from acc_plugins.options.kwargs import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs
 from acc_plugins.precisions.amp import BFloat16Autocast, Float16Autocast
+from acc_plugins.precisions.choose_fp8 import choose_fp8
 from acc_plugins.precisions.precision import Precision
 from acc_plugins.strategies.ddp import DDPStrategy
 from acc_plugins.strategies.replicated import ReplicatedStrategy
@@ -58,10 +60,12 @@ def choose_precision(
     *,
     scaler_options: GradScalerKwargs | None = None,
     autocast_options: AutocastKwargs | None = None,
+    fp8_recipe: KwargsHandler | None = None,
 ) -> Precision:
-    """The precision called `name` ("no", "bf16", "fp16"; None is "no") on `device`.
+    """The precision called `name` ("no", "bf16", "fp16", "fp8"; None is "no") on `device`.
 
-    Raises ValueError for an unknown name, and UnsupportedError where the device cannot do it or where it is not built yet (fp8).
+    `fp8_recipe` is an `AORecipeKwargs` or `TERecipeKwargs`. Raises ValueError for an unknown name and for a recipe without fp8, UnsupportedError
+    where the device cannot do it or its library is absent.
     """
     device = torch.device(device)
     kind = _precision_type(name)
@@ -69,6 +73,10 @@ def choose_precision(
         logger.warning(
             "GradScalerKwargs have no effect: only mixed_precision='fp16' scales the loss, this is %r",
             kind.value,
+        )
+    if fp8_recipe is not None and kind is not PrecisionType.FP8:
+        raise ValueError(
+            f"{type(fp8_recipe).__name__} is a recipe for mixed_precision='fp8', but mixed_precision is {kind.value!r}: change one of them"
         )
     if kind is PrecisionType.NO:
         if autocast_options is not None:
@@ -79,11 +87,11 @@ def choose_precision(
         check_support(Strategy.name, kind.value, device.type)
         scaling = {} if scaler_options is None else scaler_options.to_kwargs()
         return Float16Autocast(device, scaler_options=scaling, **autocast)
-    if kind is PrecisionType.BF16:
-        check_support(Strategy.name, kind.value, device.type)
-        _check_bf16_hardware(device)
-        return BFloat16Autocast(device, **autocast)
-    raise UnsupportedError(f"mixed_precision={kind.value!r} is not built yet: use 'bf16', 'fp16' or 'no'")
+    check_support(Strategy.name, kind.value, device.type)
+    if kind is PrecisionType.FP8:
+        return choose_fp8(device, fp8_recipe, autocast)
+    _check_bf16_hardware(device)
+    return BFloat16Autocast(device, **autocast)
 
 
 def _precision_type(name: str | None) -> PrecisionType:

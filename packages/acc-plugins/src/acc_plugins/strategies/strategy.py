@@ -112,14 +112,16 @@ class Strategy:
         self.precision.unscale(optimizer)
 
     def clip_norm(
-        self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
+        self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float | str = 2.0
     ) -> Tensor:
         """Clip gradients (unscaled before by `unscale`) to a common norm of `max_norm`; the true global norm before clipping."""
         return clip_norm(parameters, max_norm, norm_type)
 
     def clip_value(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         """Clip every gradient element (unscaled before by `unscale`) to [-clip_value, clip_value]."""
-        torch.nn.utils.clip_grad_value_(unique_parameters(parameters), clip_value)
+        having = [p for p in unique_parameters(parameters) if p.grad is not None]
+        if having:  # torch fails without any
+            torch.nn.utils.clip_grad_value_(having, clip_value)
 
     # 5
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepOutcome:

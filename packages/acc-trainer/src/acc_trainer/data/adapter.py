@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from acc_ops.optional import require
@@ -225,11 +226,26 @@ def is_stream(loader: Any) -> bool:
 
 
 def iterates_itself(loader: Any) -> bool:
-    """Whether the loader's class has an `__iter__` of its own, so that its batches are not simply the sampler's."""
-    iterate = type(loader).__iter__
-    return iterate is not DataLoader.__iter__ and not getattr(iterate, "__module__", "").startswith(
-        "torchdata."
+    """Whether the loader's class iterates in a way of its own, so that its batches are not simply the sampler's."""
+    kind = type(loader)
+    return any(
+        method not in (torchs, None) and not getattr(method, "__module__", "").startswith("torchdata.")
+        for method, torchs in (
+            (kind.__iter__, DataLoader.__iter__),
+            (getattr(kind, "_get_iterator", None), DataLoader._get_iterator),
+        )
     )
+
+
+def has_deaf_workers(loader: Any, dataset: Any) -> bool:
+    """Whether workers that stay have a copy of the data set that hears of no epoch but the first: one that keeps it in no shared memory."""
+    alive = (
+        loader.num_workers and loader.persistent_workers and getattr(loader, "_iterator", None) is not None
+    )
+    if not alive or not hasattr(dataset, "set_epoch"):
+        return False
+    held = getattr(dataset, "__dict__", {}).values()
+    return not any(isinstance(value, torch.Tensor) and value.is_shared() for value in held)
 
 
 def index_sampler(loader: Any) -> Any:
@@ -241,3 +257,23 @@ def with_indices(loader: Any, indices: Any) -> Any:
     """The loader with another source of indices."""
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     return clone_loader(loader, **{name: indices})
+
+
+def replace_sampler(loader: Any, sampler: Any) -> Any:
+    """A copy of the loader whose samples are ordered by `sampler`, under the same batches and the same share of a rank."""
+    return (
+        clone_loader(loader, sampler=sampler, batch_sampler=_over_sampler(loader.batch_sampler, sampler))
+        if loader.batch_sampler is not None
+        else clone_loader(loader, sampler=_over_sampler(loader.sampler, sampler))
+    )
+
+
+def _over_sampler(indices: Any, sampler: Any) -> Any:
+    """`indices` with its innermost sampler replaced."""
+    name = "batch_sampler" if hasattr(indices, "batch_sampler") else "sampler"
+    if not hasattr(indices, name):
+        return sampler
+    twin = object.__new__(type(indices))
+    twin.__dict__.update(indices.__dict__)
+    twin.__dict__[name] = _over_sampler(getattr(indices, name), sampler)
+    return twin

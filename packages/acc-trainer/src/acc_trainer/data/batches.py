@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from acc_ops.batches import find_batch_size
 from acc_ops.tree import send_to_device
 from acc_trainer.data.shard import Repeated, Tail
 
@@ -71,16 +70,3 @@ def mover(device: torch.device | None, non_blocking: bool) -> Callable[[Any], An
         return batch
 
     return stay if device.type == "cpu" else move
-
-
-def rows_in(batch: Any) -> int:
-    """Rows of a batch; one without tensors is as long as its first list. Raises `ValueError` for a batch without rows."""
-    try:
-        return find_batch_size(batch)
-    except (TypeError, ValueError):
-        if isinstance(batch, (list, tuple)) and batch:
-            return len(batch)
-        raise ValueError(
-            f"dispatch_batches=True needs batches with rows to share out, got {type(batch).__name__} without a tensor; "
-            "use dispatch_batches=False"
-        ) from None

@@ -12,12 +12,9 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import torch
-
-from acc_ops.batches import concatenate
-from acc_ops.tree import honor_type
 from acc_trainer.data.adapter import batches_in
-from acc_trainer.data.batches import mover, rows_in
+from acc_trainer.data.batch_rows import RowRule
+from acc_trainer.data.batches import mover
 from acc_trainer.data.loader import DataLoaderShard, exact_length
 from acc_trainer.data.rows import News, Note, Opening, Receiver, Sender, failure
 from acc_trainer.data.shard import Tail
@@ -148,46 +145,60 @@ class DataLoaderDispatcher(DataLoaderShard):
         skipped = Skipped()
         batches = self._open(skip * per_step, replay, itself, skipped)
         read: list[Any] = []
+        rule = RowRule.of(self.base_dataloader)
 
         def first() -> Any:
-            return skipped.first_batch(self.base_dataloader) if skip and not itself else read[0]
+            """The first batch of the epoch, or the first with rows that was read."""
+            begin = skipped.first_batch(self.base_dataloader) if skip and not itself else read[0]
+            return begin if rule.count(begin) else read[0]
 
         while group := list(itertools.islice(batches, per_step)):
             if len(group) < per_step and self._drop_last:
                 return
-            read = read or group[:1]
-            yield self._divided(group, first, ranks)
+            read = read or [batch for batch in group if rule.count(batch)][:1]
+            yield self._divided(group, first, ranks, rule)
 
-    def _divided(self, group: list[Any], first: Callable[[], Any], ranks: int) -> _Parts:
-        rows = [rows_in(batch) for batch in group]
+    def _divided(self, group: list[Any], first: Callable[[], Any], ranks: int, rule: RowRule) -> _Parts:
+        rows = [rule.count(batch) for batch in group]
+        total = sum(rows)
         if self.slice_fn is None and len(group) == ranks and len(set(rows)) == 1:
-            return _Parts(group, sum(rows), None)
+            return _Parts(group, total, None)
+        share = -(-total // ranks)
+        missing = share * ranks - total
+        if total:
+            group = [batch for batch, count in zip(group, rows, strict=True) if count]
+            rows = [count for count in rows if count]
+        begin = first() if missing else None
         try:
-            joined = group[0] if len(group) == 1 else concatenate(group)
+            joined = rule.join(group, rows)
+            if missing:
+                joined = self._completed(joined, total, missing, begin, rule)
         except (TypeError, RuntimeError) as error:
             raise RuntimeError(
                 "dispatch_batches=True has to join the batches of one step, and these cannot be joined: make all batches the same shape "
                 f"(pad in collate_fn), or use dispatch_batches=False or split_batches=True. {error}"
             ) from error
-        total = sum(rows)
-        share = -(-total // ranks)
-        if missing := share * ranks - total:
-            begin = first()
-            spare = concatenate([begin] * -(-missing // rows_in(begin)))
-            joined = concatenate([joined, cut_rows(spare, slice(0, missing), rows_in(spare))])
         real = tuple(min(share, max(0, total - rank * share)) for rank in range(ranks))
         return _Parts(
             [
-                self._cut(joined, slice(rank * share, (rank + 1) * share), rank, share * ranks)
+                self._cut(joined, slice(rank * share, (rank + 1) * share), rank, share * ranks, rule)
                 for rank in range(ranks)
             ],
             total,
             Tail(real=real, sizes=(share,) * ranks) if missing else None,
         )
 
-    def _cut(self, joined: Any, rows: slice, rank: int, total: int) -> Any:
+    def _completed(self, joined: Any, total: int, missing: int, begin: Any, rule: RowRule) -> Any:
+        """The joined batch with `missing` rows of the epoch's first batch, which may be repeated for that."""
+        count = rule.count(begin)
+        times = -(-missing // count)
+        spare = rule.join([begin] * times, [count] * times)
+        spare = rule.cut(spare, slice(0, missing), count * times)
+        return rule.join([joined, spare], [total, missing])
+
+    def _cut(self, joined: Any, rows: slice, rank: int, total: int, rule: RowRule) -> Any:
         if self.slice_fn is None:
-            return cut_rows(joined, rows, total)
+            return rule.cut(joined, rows, total)
         return self.slice_fn(joined, rows, process_index=rank, num_processes=self.world.size)
 
     # the others --------------------------------------------------------------------------------------------------------------
@@ -220,19 +231,3 @@ class DataLoaderDispatcher(DataLoaderShard):
 
 def _text_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def cut_rows(data: Any, rows: slice, total: int) -> Any:
-    """The rows of every tensor, and of every list without tensors that holds one entry for each of the `total` rows."""
-    if isinstance(data, torch.Tensor):
-        return data[rows] if data.dim() else data
-    if isinstance(data, Mapping):
-        made = {key: cut_rows(value, rows, total) for key, value in data.items()}
-        return made if type(data) is dict else type(data)(made)  # type: ignore[call-arg]
-    if isinstance(data, (list, tuple)):
-        if len(data) == total and not any(
-            isinstance(one, (torch.Tensor, list, tuple, Mapping)) for one in data
-        ):
-            return data[rows]
-        return honor_type(data, (cut_rows(value, rows, total) for value in data))
-    return data

@@ -1,15 +1,16 @@
 """One rank's loader: its own share of the batches, and the last one known when it is handed out.
 
-[Note: when a batch is read] Where the number of batches is exact (torch's own samplers), a batch is read when it is asked for, as a
-plain loop does, so that random augmentation and dropout draw in the same order. Elsewhere one batch is read ahead, because the last
-one must be known before it is handed out; the position keeps where the generators were before that, so that a resumed run reads it again
-with the same draws.
+[Note: when a batch is read] The last batch must be known before it is handed out. Where the number of batches is exact (torch's own samplers), a
+batch is read when it is asked for, as a plain loop does, so that random augmentation and dropout draw in the same order. With other samplers, and no
+workers, the *indices* of one batch are read ahead, and its data when they are asked for. Elsewhere (streams, workers, loaders that iterate in a way of their
+own) one batch is read ahead; the position keeps where the generators were before that, so that a resumed run reads it again with the same draws.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,15 +21,18 @@ from acc_ops.world import World, current_world
 from acc_trainer.data.adapter import (
     DataLoaderAdapter,
     DataLoaderStateMixin,
-    clone_loader,
+    has_deaf_workers,
     index_sampler,
     is_stream,
     iterates_itself,
+    replace_sampler,
     with_indices,
 )
-from acc_trainer.data.batches import BatchWithTail, mover, rows_in
+from acc_trainer.data.batch_rows import RowRule
+from acc_trainer.data.batches import BatchWithTail, mover
 from acc_trainer.data.in_step import in_step
 from acc_trainer.data.samplers import (
+    OneAhead,
     ResumedIndices,
     SkipBatchSampler,
     check_skip,
@@ -168,27 +172,18 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
     def _tell_epoch(self, epoch: int) -> None:
         base = self.base_dataloader
         told: list[Any] = []
-        self._warn_of_deaf_workers(epoch)
-        for listener in (self._seeded, base.batch_sampler, base.sampler, get_sampler(base), base.dataset):
-            if hasattr(listener, "set_epoch") and not any(listener is one for one in told):
-                told.append(listener)
-                listener.set_epoch(epoch)
-
-    def _warn_of_deaf_workers(self, epoch: int) -> None:
-        """Workers that stay have a copy of the data set, which hears of no epoch but the first, unless it keeps the epoch in shared memory."""
-        base, dataset = self.base_dataloader, self.dataset
-        alive = base.num_workers and base.persistent_workers and getattr(base, "_iterator", None) is not None
-        if self._warned or not alive or not hasattr(dataset, "set_epoch"):
-            return
-        held = getattr(dataset, "__dict__", {}).values()
-        if not any(isinstance(value, torch.Tensor) and value.is_shared() for value in held):
+        if not self._warned and has_deaf_workers(base, self.dataset):
             self._warned = True
             logger.warning(
                 "persistent workers do not hear of epoch %d: %s.set_epoch changes the data set of this process only; keep its epoch in a "
                 "tensor with share_memory_(), or use persistent_workers=False",
                 epoch,
-                type(dataset).__name__,
+                type(self.dataset).__name__,
             )
+        for listener in (self._seeded, base.batch_sampler, base.sampler, get_sampler(base), base.dataset):
+            if hasattr(listener, "set_epoch") and not any(listener is one for one in told):
+                told.append(listener)
+                listener.set_epoch(epoch)
 
     def _set_seed(self, seed: int | None) -> None:
         if self._seeded is not None and seed is not None:
@@ -205,11 +200,18 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         replay = position.begin(skip)
         self._tell_epoch(position.epoch)
         self._synchronize_generators()
-        finished = False
         self.dl_state_dict = None
+        batches = self._pass(self._batches(skip, replay, itself))  # opened now, as torch draws when it is
+        position.waiting = weakref.ref(batches)
+        return batches
+
+    def _pass(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Hand out the batches of a pass; it counts from the moment the first one is asked for."""
+        self.position.start()
+        finished = False
         self.begin()
         try:
-            batches, reading = self._batches(skip, replay, itself), self.grad_sync.reading
+            reading = self.grad_sync.reading
             yield from batches if reading is None else reading(batches)
             finished = True
         finally:
@@ -230,34 +232,49 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _batches(self, skip: int, replay: bool, itself: bool) -> Iterator[Any]:
         """The batches of this pass, on the device."""
+        skipped = Skipped()
         if self._keeps_step and self.world.size > 1:
-            return self._in_step(skip, replay, itself)
+            return self._in_step(self._open(skip, replay, itself, skipped), skipped, skip)
         total = exact_length(self.base_dataloader)
+        if total is None and self._by_index and not self.base_dataloader.num_workers:
+            ahead = OneAhead(index_sampler(self.base_dataloader))
+            return self._indices_ahead(self._open(skip, replay, itself, skipped, ahead), skip, ahead)
         if total is None:
             return self._one_ahead(self._open(skip, replay, itself), skip)
         if skip >= total:
             return iter(())
         return self._counted(self._open(skip, replay, itself), skip, total)
 
-    def _open(self, skip: int, replay: bool, itself: bool, skipped: Skipped | None = None) -> Iterator[Any]:
-        """An iterator over the base loader from batch `skip` on; `skipped` is told what the pass would have begun with."""
+    @property
+    def _by_index(self) -> bool:
+        """Whether the base loader reads what its sampler says, so that another one can be put in for a pass."""
+        base = self.base_dataloader
+        return not (is_stream(base) or iterates_itself(base) or self.use_stateful_dataloader)
+
+    def _open(
+        self, skip: int, replay: bool, itself: bool, skipped: Skipped | None = None, indices: Any = None
+    ) -> Iterator[Any]:
+        """An iterator over the base loader from batch `skip` on; `skipped` is told what the pass would have begun with.
+
+        `indices` are read in place of the base loader's own.
+        """
         base = self.base_dataloader
         if itself:
             with replaying(self.position) if replay else contextlib.nullcontext():
                 return iter(base)
         skipped = skipped if skipped is not None else Skipped()
-        by_index = not (is_stream(base) or iterates_itself(base) or self.use_stateful_dataloader)
-        if not replay:
-            if not by_index:
+        with replaying(self.position) if replay else contextlib.nullcontext():
+            if not self._by_index:
                 return dropping(iter(base), skip, skipped)
-            skipped.indices = SkipBatchSampler(index_sampler(base), skip) if skip else None
-            return iter(with_indices(base, skipped.indices) if skip else base)
-        with replaying(self.position):
-            if not by_index:
-                return dropping(iter(base), skip, skipped)
-            indices = skipped.indices = ResumedIndices(index_sampler(base), skip)
-            batches = iter(with_indices(base, indices))
-            indices.prime()
+            if not replay and not skip:
+                return iter(base if indices is None else with_indices(base, indices))
+            indices = index_sampler(base) if indices is None else indices
+            rest = skipped.indices = (
+                ResumedIndices(indices, skip) if replay else SkipBatchSampler(indices, skip)
+            )
+            batches = iter(with_indices(base, rest))
+            if isinstance(rest, ResumedIndices):
+                rest.prime()
             return batches
 
     def _counted(self, batches: Iterator[Any], count: int, total: int) -> Iterator[Any]:
@@ -280,6 +297,18 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
                 raise_to_top(position)
             yield batch if send is None else send(batch)
 
+    def _indices_ahead(self, batches: Iterator[Any], count: int, ahead: OneAhead) -> Iterator[Any]:
+        """Hand out batches whose number is not known, but of which the next one's indices were read."""
+        position, send, grad_sync = self.position, mover(self.device, self._non_blocking), self.grad_sync
+        for batch in batches:
+            count += 1
+            position.batches = count
+            position.is_last = position.ends_window = ahead.ended
+            self._note_tail(self._tail_of(count))
+            if not grad_sync.loaders or grad_sync.loaders[-1] is not position:
+                grad_sync.raise_to_top(position)
+            yield batch if send is None else send(batch)
+
     def _one_ahead(self, batches: Iterator[Any], count: int) -> Iterator[Any]:
         """Hand out batches whose number is not known."""
         position, send, grad_sync = self.position, mover(self.device, self._non_blocking), self.grad_sync
@@ -299,16 +328,16 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             yield batch if send is None else send(batch)
             batch = following
 
-    def _in_step(self, skip: int, replay: bool, itself: bool) -> Iterator[Any]:
+    def _in_step(self, batches: Iterator[Any], skipped: Skipped, skip: int) -> Iterator[Any]:
         """Hand out batches of which the other ranks may have more or fewer."""
         position, send, grad_sync = self.position, mover(self.device, self._non_blocking), self.grad_sync
-        skipped = Skipped()
-        batches = self._open(skip, replay, itself, skipped)
         first = first_read(batches, position)
         steps = in_step(
             first,
             lambda: self._read_ahead(batches),
-            rows_in if self.base_dataloader.batch_size is not None else lambda _: 1,
+            RowRule.of(self.base_dataloader).count
+            if self.base_dataloader.batch_size is not None
+            else lambda _: 1,
             self.world,
             drop_last=self._drop_last,
             begin=skipped.batches[0] if skipped.batches else first,
@@ -347,7 +376,10 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         base = self.base_dataloader
         if isinstance(base.dataset, IterableDatasetShard):  # where no worker marks the batch
             return base.dataset.tail if self.position.is_last else None
-        tail_of = getattr(index_sampler(base), "tail_of", None)
+        indices = index_sampler(base)
+        if self.position.is_last and iterates_itself(base):  # which may leave out batches, or join them
+            return getattr(indices, "last_tail", None)
+        tail_of = getattr(indices, "tail_of", None)
         return None if tail_of is None else tail_of(number)
 
     def _note_tail(self, tail: Tail | None) -> None:
@@ -366,23 +398,3 @@ def exact_length(loader: Any) -> int | None:
     if is_stream(loader) or iterates_itself(loader) or not has_trusted_length(index_sampler(loader)):
         return None
     return len(index_sampler(loader))  # a subclass of the loader may have another opinion
-
-
-def replace_sampler(loader: Any, sampler: Any) -> Any:
-    """A copy of the loader whose samples are ordered by `sampler`, under the same batches and the same share of a rank."""
-    return (
-        clone_loader(loader, sampler=sampler, batch_sampler=_over_sampler(loader.batch_sampler, sampler))
-        if loader.batch_sampler is not None
-        else clone_loader(loader, sampler=_over_sampler(loader.sampler, sampler))
-    )
-
-
-def _over_sampler(indices: Any, sampler: Any) -> Any:
-    """`indices` with its innermost sampler replaced."""
-    name = "batch_sampler" if hasattr(indices, "batch_sampler") else "sampler"
-    if not hasattr(indices, name):
-        return sampler
-    twin = object.__new__(type(indices))
-    twin.__dict__.update(indices.__dict__)
-    twin.__dict__[name] = _over_sampler(getattr(indices, name), sampler)
-    return twin

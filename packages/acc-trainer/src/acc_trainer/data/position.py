@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from acc_trainer.data.draws import drawn_so_far, to_save
+from acc_trainer.data.draws import drawn_so_far, put_back, to_save
 
 
 class LoaderPosition:
@@ -31,6 +31,7 @@ class LoaderPosition:
         "_at_end",
         "_inner",
         "_loaded",
+        "_reopens",
         "_start",
         "ahead",
         "batches",
@@ -48,6 +49,7 @@ class LoaderPosition:
         "rng",
         "seed",
         "sizes",
+        "waiting",
     )
 
     def __init__(self, epoch: int = 0, seed: int | None = None) -> None:
@@ -55,42 +57,45 @@ class LoaderPosition:
         self.batches = 0
         self.padding = 0  # rows of this rank's batch that are no samples of their own
         self.is_last = False
-        self.ends_window = (
-            False  # it is the last batch of some rank, so gradients are exchanged on all of them
-        )
+        # it is the last batch of some rank, so gradients are exchanged on all of them
+        self.ends_window = False
         self.remainder = -1
         self.real: tuple[int, ...] | None = None
         self.sizes: tuple[int, ...] | None = None
         self.seed = seed
         self.generator: torch.Generator | None = None  # the user's, when samples are drawn from it directly
         self.rng: dict[str, Any] | None = None  # generator states when this epoch began
-        self.ahead: Mapping[str, Any] | None = (
-            None  # and before the batch behind the one in use was read ahead
-        )
-        self.resumed: Mapping[str, Any] | None = (
-            None  # `ahead` of the saved run: this pass begins with that batch
-        )
+        # the same, before the batch behind the one in use was read ahead
+        self.ahead: Mapping[str, Any] | None = None
+        # `ahead` of the saved run: this pass begins with that batch
+        self.resumed: Mapping[str, Any] | None = None
         self.replay = False  # the next pass repeats a saved epoch: use `rng`
-        self.goes_on = (
-            False  # a stateful loader was given a state, from which its next pass continues by itself
-        )
+        # a stateful loader was given a state, from which its next pass continues by itself
+        self.goes_on = False
+        self.waiting: weakref.ref[Any] | None = None  # the pass that was begun last and has read nothing yet
         self.loader: weakref.ref[Any] | None = None
         self._inner: Callable[[], dict[str, Any]] | None = None  # state of a stateful loader
         self._start = 0
         self._loaded = False
         self._at_end = False  # the pass was left at its last batch
+        # the saved pass had been begun, but nothing was read: the next one begins as it did
+        self._reopens = False
 
     def begin(self, skip: int = 0) -> bool:
-        """A pass begins that leaves out `skip` batches; True when it repeats a saved epoch."""
-        behind = self._at_end or self.batches > self._start
+        """A pass begins that leaves out `skip` batches; True when it repeats a saved epoch. It has read nothing until `start`."""
+        # (`zip(loader, loader)` begins two passes, so two epochs, before it reads)
+        behind = self._is_waiting() or self._at_end or self.batches > self._start
         if self._loaded and skip and skip >= self.batches:
             behind = False  # the rest of the saved epoch, of which nothing is left
         if behind:
             self.epoch += 1
-        replay = self.replay and not behind
+        if self._reopens and not behind:
+            self._go_back_to_start()
+        self.waiting, self._reopens = None, False
+        self.replay = replay = self.replay and not behind
         self.resumed = self.ahead if replay and skip == self.batches else None
         self.ahead = None
-        self._loaded = self.replay = self._at_end = False
+        self._loaded = self._at_end = False
         self._start = self.batches = skip
         self.is_last = self.ends_window = False
         self.padding = 0
@@ -98,6 +103,11 @@ class LoaderPosition:
         if not replay:
             self.rng = self._generator_states()
         return replay
+
+    def start(self) -> None:
+        """The pass reads its first batch. One that never does, and is gone, leaves the saved epoch to the next."""
+        self.waiting = None
+        self.replay = False
 
     def go_on_behind(self, batches: int) -> None:
         """The next pass goes on behind so many batches, as the stateful loader that is read was told."""
@@ -127,6 +137,7 @@ class LoaderPosition:
 
     def set_epoch(self, epoch: int) -> None:
         """The next pass is epoch `epoch`, from its first batch unless it is told to skip. In the middle of a saved one nothing changes."""
+        self.waiting, self._reopens = None, False
         if self.goes_on:  # where it goes on from is in the stateful loader
             self.epoch = epoch
             return
@@ -147,7 +158,9 @@ class LoaderPosition:
             "finished": finished,
             "seed": self.seed,
         }
-        if self.batches and not finished:
+        waiting = self._is_waiting()
+        if (self.batches or waiting) and not finished:
+            state["reopens"] = waiting and not self.replay
             state["rng"] = None if self.rng is None else to_save(self.rng)
             if self.ahead is not None:
                 state["ahead"] = to_save(self.ahead)
@@ -175,7 +188,8 @@ class LoaderPosition:
             self.seed = int(state["seed"])
         self.rng = state.get("rng")
         self.ahead = state.get("ahead")
-        self.replay = self.rng is not None
+        self.waiting, self._reopens = None, bool(state.get("reopens"))
+        self.replay = self.rng is not None and not self._reopens
         if self.generator is not None and state.get("generator") is not None:
             self.generator.set_state(state["generator"])
         self.is_last = self.ends_window = False
@@ -183,6 +197,18 @@ class LoaderPosition:
         loader = self.loader() if self.loader is not None else None
         if loader is not None:
             loader._position_loaded(state)
+
+    def _is_waiting(self) -> bool:
+        """Whether a pass was begun that has read nothing yet, and still can."""
+        waiting = None if self.waiting is None else self.waiting()
+        return waiting is not None and waiting.gi_frame is not None
+
+    def _go_back_to_start(self) -> None:
+        """Let the generators go on from where they were when the saved pass was begun."""
+        states = self.rng or {}
+        put_back(states)
+        if self.generator is not None and "generator" in states:
+            self.generator.set_state(states["generator"])
 
     def _generator_states(self) -> dict[str, Any]:
         states = drawn_so_far()

@@ -19,14 +19,16 @@ from acc_trainer.data.adapter import (
     index_sampler,
     is_stream,
     iterates_itself,
+    replace_sampler,
     stateful_loader_class,
     with_indices,
 )
+from acc_trainer.data.agreed import agreed
 from acc_trainer.data.already_split import NOT_SPLIT, drops_last, parts_of, tail_of_distributed
 from acc_trainer.data.batches import CollateWithTail
 from acc_trainer.data.dispatch import DataLoaderDispatcher
 from acc_trainer.data.in_step import own_shards as shards_of
-from acc_trainer.data.loader import DataLoaderShard, replace_sampler
+from acc_trainer.data.loader import DataLoaderShard
 from acc_trainer.data.samplers import SkipBatchSampler, check_skip, get_sampler, is_random, seedable
 from acc_trainer.data.shard import BatchSamplerShard, IndexShard, IterableDatasetShard
 from acc_trainer.data.skipping import SkipDataLoader
@@ -71,9 +73,8 @@ def prepare_data_loader(
     """
     if not isinstance(dataloader, DataLoader):
         raise TypeError(f"a torch DataLoader is needed, got {type(dataloader).__name__}")
-    given: Any = dataloader
-    if isinstance(given, DataLoaderAdapter) and not isinstance(given, SkipDataLoader):
-        return given
+    if is_prepared(dataloader):
+        return dataloader
     world = current_world()
     ranks, rank = _data_ranks(torch_device_mesh, world, num_processes, process_index)
     obstacle = _obstacle_to_dispatching(dataloader, put_on_device, ranks, num_processes or world.size)
@@ -105,11 +106,16 @@ def prepare_data_loader(
     split = tail is not NOT_SPLIT
     whole = base
     if not split and ranks > 1:
-        base = _sharded(base, share)
+        base = _sharded(base, share, agree=agreed if together is not None else None)
     own_shards = base is not whole and is_stream(base) and not isinstance(base.dataset, IterableDatasetShard)
     settings.update(tail=tail if split else None, keeps_step=own_shards and even_batches, rank=rank)
     base = _as_stateful(base) if use_stateful_dataloader else base
     return DataLoaderShard.over(base, **settings)
+
+
+def is_prepared(loader: Any) -> bool:
+    """Whether `loader` gives this process its share already; one that only leaves out batches does not."""
+    return isinstance(loader, DataLoaderAdapter) and not isinstance(loader, SkipDataLoader)
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
@@ -199,8 +205,8 @@ def _ordered(
     ranks, which need the same order, and for a stateful loader, which goes on in the middle of it.
     """
     sampler = get_sampler(loader)
-    wanted = (use_seedable_sampler and type(sampler) is RandomSampler) or (by_epoch and is_random(sampler))
-    if not wanted:
+    wanted = by_epoch or (use_seedable_sampler and isinstance(sampler, RandomSampler))
+    if not wanted or not is_random(sampler):
         return loader, None
     given = sampler.generator if sampler.generator is not None else loader.generator
     if use_seedable_sampler and data_seed is not None:
@@ -231,8 +237,8 @@ def _generator_of(loader: Any) -> torch.Generator | None:
     return generator if isinstance(generator, torch.Generator) else None
 
 
-def _sharded(loader: Any, share: _Share) -> Any:
-    """The loader with this rank's share of the indices, or of the stream."""
+def _sharded(loader: Any, share: _Share, agree: Callable[..., Any] | None) -> Any:
+    """The loader with this rank's share of the indices, on which the ranks `agree`, or of the stream."""
     if isinstance(loader, SkipDataLoader):
         raise ValueError(
             f"this loader leaves out its first {loader.skip_batches} batches by reading them, so it cannot be split over {share.ranks} processes any "
@@ -242,8 +248,10 @@ def _sharded(loader: Any, share: _Share) -> Any:
         return _sharded_stream(loader, share)
     indices = index_sampler(loader)
     if loader.batch_sampler is None and not isinstance(indices, BatchSampler):
-        return with_indices(loader, IndexShard(indices, share.ranks, share.rank, share.even_batches))
-    shard = BatchSamplerShard(indices, share.ranks, share.rank, share.split_batches, share.even_batches)
+        shard: Any = IndexShard(indices, share.ranks, share.rank, share.even_batches)
+    else:
+        shard = BatchSamplerShard(indices, share.ranks, share.rank, share.split_batches, share.even_batches)
+    shard.agree = agree
     return with_indices(loader, shard)
 
 

@@ -42,7 +42,8 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch = 0
 
     def __iter__(self) -> Iterator[int]:
-        self.generator.manual_seed(epoch_seed(self.initial_seed, self.epoch))
+        # one for each pass: a pass inside another must not draw from that one's
+        self.generator = torch.Generator().manual_seed(epoch_seed(self.initial_seed, self.epoch))
         yield from super().__iter__()
         self.set_epoch(self.epoch + 1)
 
@@ -57,28 +58,30 @@ def epoch_seed(seed: int, epoch: int) -> int:
 
 
 class SeededPerEpoch:
-    """A sampler of torch that draws from a generator of its own, set anew by `set_epoch`."""
+    """Gives a sampler that draws from its `generator` a new one for each epoch, so that passes inside each other do not share it."""
 
-    __slots__ = ("generator", "seed")
+    __slots__ = ("sampler", "seed")
 
-    def __init__(self, generator: torch.Generator, seed: int) -> None:
-        self.generator = generator
+    def __init__(self, sampler: Any, seed: int) -> None:
+        self.sampler = sampler
         self.seed = seed
 
     def set_epoch(self, epoch: int) -> None:
         """The next draw is the one of epoch `epoch`."""
-        self.generator.manual_seed(epoch_seed(self.seed, epoch))
+        self.sampler.generator = torch.Generator().manual_seed(epoch_seed(self.seed, epoch))
 
 
 def is_random(sampler: Any) -> bool:
-    """Whether `sampler` is one of torch's own random samplers, which can be given another generator."""
-    return type(sampler) is RandomSampler or type(sampler) in _RANDOM
+    """Whether `sampler` is one of torch's random samplers or derived from one, which can be given another generator."""
+    if not isinstance(sampler, (RandomSampler, *_RANDOM)) or isinstance(sampler, SeedableRandomSampler):
+        return False
+    return "generator" in vars(sampler)  # a class of the user's may have none
 
 
 def seedable(sampler: Any, seed: int) -> tuple[Any, Any]:
-    """A copy of one of torch's random samplers ordered by (seed, epoch), and what to tell the epoch.
+    """A copy of a random sampler (`is_random`) ordered by (seed, epoch), and what to tell the epoch.
 
-    The user's own sampler object is left as it is.
+    The user's own sampler object is left as it is. `follows_shared_seed` of the copy says that nothing else can move its order.
     """
     if type(sampler) is RandomSampler:
         made = SeedableRandomSampler(
@@ -87,17 +90,14 @@ def seedable(sampler: Any, seed: int) -> tuple[Any, Any]:
             num_samples=sampler._num_samples,
             data_seed=seed,
         )
+        made.follows_shared_seed = True  # type: ignore[attr-defined]
         return made, made
     twin = copy.copy(sampler)
     twin.generator = torch.Generator()
-    return twin, SeededPerEpoch(twin.generator, seed)
-
-
-def with_sampler(batch_sampler: Any, sampler: Any) -> Any:
-    """A batch sampler like `batch_sampler` that draws from `sampler`."""
-    twin = copy.copy(batch_sampler)
-    twin.sampler = sampler
-    return twin
+    twin.follows_shared_seed = any(
+        type(sampler).__iter__ is one.__iter__ for one in (RandomSampler, *_RANDOM)
+    )
+    return twin, SeededPerEpoch(twin, seed)
 
 
 def has_trusted_length(index_sampler: Any) -> bool:
@@ -175,6 +175,27 @@ class ResumedIndices:
         """Draw the order of the pass that was begun."""
         if self._started is not None:
             self._started.prime()
+
+
+class OneAhead:
+    """Indices of which one more is read than was given, so that `ended` tells whether any follow."""
+
+    def __init__(self, indices: Any) -> None:
+        self._indices = indices
+        self.ended = False
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __iter__(self) -> Iterator[Any]:
+        none = object()
+        rest = iter(self._indices)
+        item = next(rest, none)
+        while item is not none:
+            following = next(rest, none)
+            self.ended = following is none
+            yield item
+            item = following
 
 
 class _Ahead:

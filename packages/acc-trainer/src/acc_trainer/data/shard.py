@@ -10,7 +10,7 @@ batches anywhere; a rank that would get nothing of one is completed, too, as all
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,15 +56,27 @@ def spread(batch: Sequence[Any], ranks: int) -> list[Sequence[Any]]:
 
 
 class TailsByNumber:
-    """The groups of a pass that are not whole, by the number of the rank's batch. Samplers are read ahead, so the last one may be told early."""
+    """The groups of a pass that are not whole, by the number of the rank's batch. Samplers are read ahead, so the last one may be told early.
+
+    `agree(indices, items)`, if there is one, makes the items that are read from `indices` the same on all ranks. `last_tail` is that of the batch
+    that was read last.
+    """
 
     def __init__(self) -> None:
         self._tails: dict[int, Tail] = {}
+        self.last_tail: Tail | None = None
+        self.agree: Callable[[Any, Iterable[Any]], Iterator[Any]] | None = None
+
+    def same_on_all_ranks(self, indices: Any, items: Iterable[Any]) -> Iterable[Any]:
+        """The items of a pass over `indices`."""
+        return items if self.agree is None else self.agree(indices, items)
 
     def noting(self, batches: Iterable[tuple[Any, Tail | None]]) -> Iterator[Any]:
         """The batches alone; their tails are noted on the way."""
         tails = self._tails
+        self.last_tail = None
         for number, (batch, tail) in enumerate(batches, start=1):
+            self.last_tail = tail
             if tail is not None:
                 tails[number] = tail
             elif tails:
@@ -155,20 +167,24 @@ class BatchSamplerShard(TailsByNumber, BatchSampler):
         share = self.batch_size // self.num_processes
         return total - 1 if short and short <= rank * share else total
 
+    def _all_batches(self) -> Iterable[list[Any]]:
+        """The batches of all ranks, as lists: a batch sampler of the user's own may yield tuples, tensors or generators."""
+        return self.same_on_all_ranks(self.batch_sampler, map(list, self.batch_sampler))
+
     def _in_turn(self) -> Iterator[tuple[list[Any], Tail | None]]:
         ranks, rank, size = self.num_processes, self.process_index, self.batch_size
         group: list[Any] = []
         first: list[Any] | None = None
-        for batch in self.batch_sampler:
+        for batch in self._all_batches():
             if len(group) == ranks:  # it was kept back because its last batch is short, but more follows
-                yield list(group[rank]), None
+                yield group[rank], None
                 group = []
             group.append(batch)
             if len(group) < ranks:
                 continue
             first = first if first is not None else _joined(group)
             if size is None or len(batch) == size:
-                yield list(group[rank]), None
+                yield group[rank], None
                 group = []
         if group:
             yield from self._last(group, first if first is not None else _joined(group), size)
@@ -178,7 +194,7 @@ class BatchSamplerShard(TailsByNumber, BatchSampler):
         share = size // ranks
         first: Sequence[Any] = ()
         held: Sequence[Any] | None = None
-        for batch in self.batch_sampler:
+        for batch in self._all_batches():
             if held is not None:  # short, but more follows
                 yield self._of_short(held, first)
                 held = None
@@ -248,7 +264,7 @@ class IndexShard(TailsByNumber):
         ranks, rank = self.num_processes, self.process_index
         first: list[Any] = []
         group: list[Any] = []
-        for index in self.sampler:
+        for index in self.same_on_all_ranks(self.sampler, self.sampler):
             group.append(index)
             if len(group) == ranks:
                 first = first or group

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -58,7 +61,12 @@ def notebook_launcher(
         return
     _check_untouched()
     common = {"ACCELERATE_MIXED_PRECISION": mixed_precision, "FORK_LAUNCHED": "1"}
-    if num_nodes > 1 or max_restarts or rdzv_backend != "static":
+    elastic = num_nodes > 1 or max_restarts or rdzv_backend != "static"
+    with _port(port_number, num_nodes, rdzv_endpoint) as number:
+        if not elastic:
+            meeting = {"MASTER_ADDR": master_addr, "MASTER_PORT": str(number)}
+            _fork(function, args, num_processes, {**common, **meeting})
+            return
         _launch_elastic(
             function,
             args,
@@ -66,21 +74,13 @@ def notebook_launcher(
             min_nodes=num_nodes,
             max_nodes=num_nodes,
             nproc_per_node=num_processes,
-            rdzv_endpoint=rdzv_endpoint or f"{master_addr}:{port_number}",
+            rdzv_endpoint=rdzv_endpoint or f"{master_addr}:{number}",
             rdzv_backend=rdzv_backend,
             rdzv_configs={**({"rank": node_rank} if rdzv_backend == "static" else {}), **(rdzv_conf or {})},
             run_id=rdzv_id,
             max_restarts=max_restarts,
             monitor_interval=monitor_interval,
             log_line_prefix_template=log_line_prefix_template,
-        )
-        return
-    with HeldPort(port_number, named="use_port") as port:
-        _fork(
-            function,
-            args,
-            num_processes,
-            {**common, "MASTER_ADDR": master_addr, "MASTER_PORT": str(port.number)},
         )
 
 
@@ -117,6 +117,20 @@ def _port_of(use_port: object) -> int:
     if isinstance(use_port, bool) or not (text.isascii() and text.isdigit()) or int(text) > 65535:
         raise ValueError(f"use_port must be a port from 0 (a free one) to 65535, got {use_port!r}")
     return int(text)
+
+
+@contextmanager
+def _port(number: int, num_nodes: int, rdzv_endpoint: str) -> Iterator[int]:
+    """The port where the processes meet, held for them where they are all on this machine."""
+    if num_nodes > 1 or rdzv_endpoint:
+        if not (number or rdzv_endpoint):
+            raise ValueError(
+                f"use_port 0 cannot be used with num_nodes={num_nodes}: each machine would choose another port. Give all of them the same one"
+            )
+        yield number
+        return
+    with HeldPort(number, named="use_port") as port:
+        yield port.number
 
 
 def _check_numbers(num_processes: int | None, mixed_precision: str, node_rank: int, num_nodes: int) -> None:
@@ -163,8 +177,23 @@ def _run_rank(
     if "ACCELERATE_USE_CPU" in common:
         torch.set_num_threads(1)  # the ranks share the cores, and a forked OpenMP pool has lost its threads
     with environment(**common, **rank_variables(rank, count, rank, count)):
-        function(*args)
+        _interrupts_told(function)(*args)
         leave_world()  # not after an error: it would reach the other ranks before the parent hears of it
+
+
+def _interrupts_told(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, whose KeyboardInterrupt becomes an error: torch takes a process that ends with one for a process that succeeded."""
+
+    @functools.wraps(function)
+    def told(*args: Any) -> Any:
+        try:
+            return function(*args)
+        except KeyboardInterrupt as interrupt:
+            raise RuntimeError(
+                f"the process {os.getpid()} was interrupted (KeyboardInterrupt) before its function had ended"
+            ) from interrupt
+
+    return told
 
 
 def _launch_elastic(
@@ -181,4 +210,4 @@ def _launch_elastic(
         **({} if template is None else {"log_line_prefix_template": template}),
     )
     with environment(**common):
-        elastic_launch(config=config, entrypoint=function)(*args)
+        elastic_launch(config=config, entrypoint=_interrupts_told(function))(*args)

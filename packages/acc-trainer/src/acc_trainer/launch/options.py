@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from acc_ops.options import check_options, option
+from acc_ops.enums import DynamoBackend
+from acc_ops.options import check_options, option, options_of
+from acc_plugins.options.compile import TorchDynamoPlugin
 
-PRECISIONS = ("no", "fp16", "bf16")
-DYNAMO_BACKENDS = (
-    "no",
-    "eager",
-    "aot_eager",
-    "inductor",
-    "aot_ts_nvfuser",
-    "nvprims_nvfuser",
-    "cudagraphs",
-    "ofi",
-    "fx2trt",
-    "onnxrt",
-    "tensorrt",
-    "aot_torchxla_trace_once",
-    "torhchxla_trace_once",
-    "tvm",
-)
-DYNAMO_MODES = ("default", "reduce-overhead", "max-autotune")
+PRECISIONS = ("no", "fp16", "bf16", "fp8")
+_DYNAMO = {declared.flag: declared for declared in options_of(TorchDynamoPlugin)}
+
+
+def _dynamo(flag: str, default: Any, **more: Any) -> Any:
+    """The launcher's option for a field of TorchDynamoPlugin, as that declares it; with a default where a plugin asks the environment."""
+    declared = _DYNAMO[flag]
+    return option(
+        default, **{"env": declared.env, "help": declared.help, "choices": declared.choices, **more}
+    )
+
 
 SECTIONS: dict[str, tuple[str, ...]] = {  # the order of `acc launch --help`
     "General": ("config_file", "quiet", "debug", "dry_run", "module", "no_python"),
@@ -103,25 +99,13 @@ class LaunchOptions:
         help="micro-batches per step; wins over the script's",
     )
 
-    dynamo_backend: str = option(
-        "no",
-        env="ACCELERATE_DYNAMO_BACKEND",
-        choices=DYNAMO_BACKENDS,
-        parse=str.lower,
-        help="torch.compile backend",
+    dynamo_backend: str = _dynamo(
+        "dynamo_backend", "no", choices=[name.lower() for name in DynamoBackend.list()], parse=str.lower
     )
-    dynamo_mode: str = option(
-        "default", env="ACCELERATE_DYNAMO_MODE", choices=DYNAMO_MODES, help="torch.compile mode"
-    )
-    dynamo_use_fullgraph: bool = option(
-        False, env="ACCELERATE_DYNAMO_USE_FULLGRAPH", help="refuse graph breaks"
-    )
-    dynamo_use_dynamic: bool | None = option(
-        None, env="ACCELERATE_DYNAMO_USE_DYNAMIC", help="dynamic shapes; default: torch decides"
-    )
-    dynamo_use_regional_compilation: bool = option(
-        False, env="ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", help="compile repeated blocks once"
-    )
+    dynamo_mode: str = _dynamo("dynamo_mode", "default")
+    dynamo_use_fullgraph: bool = _dynamo("dynamo_use_fullgraph", False)
+    dynamo_use_dynamic: bool | None = _dynamo("dynamo_use_dynamic", None)
+    dynamo_use_regional_compilation: bool = _dynamo("dynamo_use_regional_compilation", False)
 
     num_machines: int = option(1, help="machines that take part")
     machine_rank: int | None = option(None, help="which of them this is, from 0")

@@ -118,8 +118,6 @@ def make_plan(arguments: Arguments, environ: Mapping[str, str]) -> LaunchPlan:
 
 def _options(arguments: Arguments, environ: Mapping[str, str]) -> LaunchOptions:
     given: dict[str, Any] = dict(arguments.given)
-    if given.get("mixed_precision") == "fp8":
-        raise LaunchError("--mixed_precision fp8: fp8 is not built yet; choose no, fp16 or bf16")
     path = given.get("config_file")
     if path is None and given.get("cpu") != "true" and os.path.isfile(default_config_path(environ)):
         path = default_config_path(environ)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from acc_ops.environment import parse_flag_from_env
+
 _GROUPS: dict[str, tuple[str, ...]] = {  # a name with * stands for every option that starts like it
     "DeepSpeed": (
         "use_deepspeed",
@@ -14,8 +16,9 @@ _GROUPS: dict[str, tuple[str, ...]] = {  # a name with * stands for every option
     ),
     "FSDP": ("use_fsdp", "fsdp_*"),
     "Megatron-LM": ("use_megatron_lm", "megatron_lm_*"),
+    "torch's tensor parallelism": ("torch_tp_plugin",),
     "the parallelism configuration": ("use_parallelism_config", "parallelism_config*"),
-    "fp8": ("fp8_*",),
+    "a recipe for fp8 by option (its ACCELERATE_FP8_* variables work)": ("fp8_*",),
     "TPU": (
         "tpu",
         "tpu_*",
@@ -116,3 +119,18 @@ def turns_on(name: str, value: object) -> bool:
 def refusal(name: str, spelled: str) -> str:
     """The error for an option that was turned on."""
     return f"{spelled}: {thing_of(name)} is not built yet"
+
+
+def refuse_unbuilt(**given: object) -> None:
+    """Raise `ValueError` for an argument of Python that belongs to such a thing; silence would train something else."""
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(refusal(name, f"{name} was given ({value!r:.80})") + ", leave it out")
+
+
+def refuse_unbuilt_variables() -> None:
+    """Raise `ValueError` for an environment variable that turns such a thing on."""
+    for name in ("use_deepspeed", "use_fsdp", "use_megatron_lm", "use_parallelism_config"):
+        variable = f"ACCELERATE_{name.upper()}"
+        if parse_flag_from_env(variable):
+            raise ValueError(refusal(name, f"{variable} is set") + ", unset it")

@@ -15,6 +15,7 @@ class AimTracker(GeneralTracker):
 
     name = "aim"
     requires_logging_directory = True
+    library_available = staticmethod(is_aim_available)
 
     def __init__(
         self, run_name: str, logging_dir: str | os.PathLike[str] | None = ".", **kwargs: Any
@@ -24,11 +25,6 @@ class AimTracker(GeneralTracker):
         self.aim_repo_path = None if logging_dir is None else os.fspath(logging_dir)
         self.init_kwargs = kwargs
         self.writer: Any = None
-
-    @classmethod
-    def is_installed(cls) -> bool:
-        """Whether aim is, older than 4."""
-        return is_aim_available()
 
     @property
     def tracker(self) -> Any:
@@ -66,7 +62,7 @@ class AimTracker(GeneralTracker):
         for key, value in values.items():
             picture, caption = value if isinstance(value, tuple) else (value, "")
             made = image(picture, caption=caption, **options.get("aim_image", {}))
-            self.writer.track(made, name=key, step=step, **options.get("track", {}))
+            self.writer.track(made, name=str(key), step=step, **options.get("track", {}))
 
     @on_main_process
     def finish(self) -> None:

@@ -20,6 +20,7 @@ class ClearMLTracker(GeneralTracker):
 
     name = "clearml"
     requires_logging_directory = False
+    library_available = staticmethod(is_clearml_available)
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
         super().__init__()
@@ -27,11 +28,6 @@ class ClearMLTracker(GeneralTracker):
         self.init_kwargs = kwargs
         self.task: Any = None
         self._is_ours = False
-
-    @classmethod
-    def is_installed(cls) -> bool:
-        """Whether clearml is."""
-        return is_clearml_available()
 
     @property
     def tracker(self) -> Any:
@@ -74,7 +70,7 @@ class ClearMLTracker(GeneralTracker):
         """An image under a name, as an array; keyword arguments go to `report_image`."""
         report = self.task.get_logger()
         for key, value in values.items():
-            title, series = self._get_title_series(key)
+            title, series = self._get_title_series(str(key))
             report.report_image(title=title, series=series, iteration=step, image=value, **kwargs)
 
     @on_main_process

@@ -14,17 +14,13 @@ class CometMLTracker(GeneralTracker):
 
     name = "comet_ml"
     requires_logging_directory = False
+    library_available = staticmethod(is_comet_ml_available)
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
         super().__init__()
         self.run_name = run_name
         self.init_kwargs = kwargs
         self.writer: Any = None
-
-    @classmethod
-    def is_installed(cls) -> bool:
-        """Whether comet-ml is."""
-        return is_comet_ml_available()
 
     @property
     def tracker(self) -> Any:
@@ -58,7 +54,7 @@ class CometMLTracker(GeneralTracker):
         """Lists or batches of images under a name; keyword arguments go to `log_image`."""
         for key, images in values.items():
             for image in images:
-                self.writer.log_image(image, name=key, step=step, **kwargs)
+                self.writer.log_image(image, name=str(key), step=step, **kwargs)
 
     @on_main_process
     def log_table(

@@ -14,17 +14,13 @@ class DVCLiveTracker(GeneralTracker):
 
     name = "dvclive"
     requires_logging_directory = False
+    library_available = staticmethod(is_dvclive_available)
 
     def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
         super().__init__()
         self.run_name = run_name
         self.live = live
         self.init_kwargs = kwargs
-
-    @classmethod
-    def is_installed(cls) -> bool:
-        """Whether dvclive is."""
-        return is_dvclive_available()
 
     @property
     def tracker(self) -> Any:
@@ -61,7 +57,7 @@ class DVCLiveTracker(GeneralTracker):
         if step is not None:
             self.live.step = step
         for key, value in values.items():
-            self.live.log_image(key if "." in key else f"{key}.png", value, **kwargs)
+            self.live.log_image(str(key) if "." in str(key) else f"{key}.png", value, **kwargs)
 
     @on_main_process
     def log_artifact(self, path: str, **kwargs: Any) -> None:

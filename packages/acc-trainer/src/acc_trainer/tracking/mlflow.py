@@ -22,6 +22,7 @@ class MLflowTracker(GeneralTracker):
 
     name = "mlflow"
     requires_logging_directory = False
+    library_available = staticmethod(is_mlflow_available)
 
     def __init__(
         self,
@@ -43,11 +44,6 @@ class MLflowTracker(GeneralTracker):
         self.description = description
         self.active_run: Any = None
         self._client: Any = None
-
-    @classmethod
-    def is_installed(cls) -> bool:
-        """Whether mlflow is."""
-        return is_mlflow_available()
 
     @property
     def tracker(self) -> Any:

@@ -45,6 +45,8 @@ class Trackers:
         self.world = world
         self.log_with: list[str | GeneralTracker] = []
         self._running: list[Running] = []
+        self._begun = False
+        self._told = False  # that values go nowhere
         if log_with:
             # a lazy start: the files of all trackers are read only where some are wanted
             from acc_trainer.tracking.registry import filter_trackers  # noqa: PLC0415
@@ -70,6 +72,7 @@ class Trackers:
             raise TypeError(f"init_trackers takes the settings as a dict, got {config!r:.200}")
         self._check_names("init_kwargs", init_kwargs)
         self.finish()
+        self._begun = True
         if not self.world.is_main:
             return
         try:
@@ -139,6 +142,11 @@ class Trackers:
             step = _whole(step)
         if log_kwargs:
             self._check_names("log_kwargs", log_kwargs)
+        if self.log_with and not (self._begun or self._told):
+            self._told = True
+            logger.warning(
+                "log has no effect: no tracker of log_with is running; call init_trackers first (end_training ends them)"
+            )
         for one in self._running:
             if one.closed:
                 one.lost += 1
@@ -191,6 +199,7 @@ class Trackers:
     def finish(self) -> None:
         """Finish every tracker, also when one of them fails, and say what was lost."""
         running, self._running = self._running, []
+        self._begun = False
         for one in running:
             error = _failure_of(one.tracker.finish, ())
             if error is not None:

@@ -15,9 +15,8 @@ from typing import Any, ClassVar
 
 from acc_trainer.tracking.tracker import GeneralTracker, on_main_process
 
-TEXT_ERRORS = (
-    "backslashreplace"  # for what is no text (half of a surrogate pair, in a file name): JSON reads it back
-)
+# for what is no text (half of a surrogate pair, in a file name): JSON reads it back
+TEXT_ERRORS = "backslashreplace"
 _TAIL = 1 << 16  # bytes looked at in one piece when the last line end is searched
 
 
@@ -105,8 +104,8 @@ class FileTracker(GeneralTracker):
 
 
 def open_run_file(folder: str | os.PathLike[str], run_name: str, suffix: str, resume: bool) -> LineFile:
-    """The file of a new run, or of the newest one of that name that it resumes; see the note."""
-    first = Path(folder, f"{run_name}{suffix}")
+    """The file of a new run, or of the newest one of that name that it resumes; see the note. Raises what `path_inside` raises."""
+    first = path_inside(folder, f"{run_name}{suffix}")
     first.parent.mkdir(parents=True, exist_ok=True)
     if resume and (known := _numbered(first)):
         return LineFile(known[max(known)])
@@ -117,6 +116,17 @@ def open_run_file(folder: str | os.PathLike[str], run_name: str, suffix: str, re
         except FileExistsError:
             continue
     raise AssertionError("numbers do not end")
+
+
+def path_inside(folder: str | os.PathLike[str], name: str) -> Path:
+    """`folder`/`name`, which may have folders of its own in it. Raises ValueError for a name that leads out of `folder`."""
+    outer = os.path.abspath(folder)
+    if os.path.relpath(os.path.join(outer, name), outer).split(os.sep)[0] == os.pardir:
+        raise ValueError(
+            f"the run name {name!r} leads out of the folder {os.fspath(folder)!r}: take a name without '..' that is no absolute path, and give "
+            "another folder (project_dir) if that is meant"
+        )
+    return Path(folder, name)
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -44,13 +44,13 @@ class RunTracker(GeneralTracker):
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Everything that the run's `log` takes; tensors of one element as numbers. Keyword arguments go to it."""
-        self.run.log({key: number_of(value) for key, value in values.items()}, step=step, **kwargs)
+        self.run.log({str(key): number_of(value) for key, value in values.items()}, step=step, **kwargs)
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Lists or batches of images under a name; keyword arguments go to the library's `Image`."""
         image = self.library.Image
-        shown = {key: [image(one, **kwargs) for one in images] for key, images in values.items()}
+        shown = {str(key): [image(one, **kwargs) for one in images] for key, images in values.items()}
         self.run.log(shown, step=step)
 
     @on_main_process

@@ -13,11 +13,7 @@ class SwanLabTracker(RunTracker):
     """A run in the project `run_name`; keyword arguments go to `swanlab.init`. Raises `ImportError` without swanlab."""
 
     name = "swanlab"
-
-    @classmethod
-    def is_installed(cls) -> bool:
-        """Whether swanlab is."""
-        return is_swanlab_available()
+    library_available = staticmethod(is_swanlab_available)
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

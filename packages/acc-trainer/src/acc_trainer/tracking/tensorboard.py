@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from acc_ops.optional import is_tensorboard_available, require
+from acc_trainer.tracking.run_files import path_inside
 from acc_trainer.tracking.tracker import GeneralTracker, on_main_process
 from acc_trainer.tracking.values import flat, is_number, number_of, plain
 
@@ -16,23 +17,19 @@ from acc_trainer.tracking.values import flat, is_number, number_of, plain
 class TensorBoardTracker(GeneralTracker):
     """A run of TensorBoard in `logging_dir`/`run_name`; keyword arguments go to `SummaryWriter`.
 
-    Raises `ImportError` when neither tensorboard nor tensorboardX is installed.
+    Raises `ImportError` when neither tensorboard nor tensorboardX is installed, `ValueError` for a name that leads out of the folder.
     """
 
     name = "tensorboard"
     requires_logging_directory = True
+    library_available = staticmethod(is_tensorboard_available)
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
         super().__init__()
         self.run_name = run_name
-        self.logging_dir = os.path.join(os.fspath(logging_dir), run_name)
+        self.logging_dir = os.fspath(path_inside(logging_dir, run_name))
         self.init_kwargs = kwargs
         self.writer: Any = None
-
-    @classmethod
-    def is_installed(cls) -> bool:
-        """Whether tensorboard or tensorboardX is."""
-        return is_tensorboard_available()
 
     @on_main_process
     def start(self) -> None:
@@ -61,14 +58,14 @@ class TensorBoardTracker(GeneralTracker):
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Numbers as scalars, strings as texts, dicts as groups of scalars; tensors of one element count as numbers."""
-        for key, given in values.items():
-            value = number_of(given)
+        for name, given in values.items():
+            key, value = str(name), number_of(given)
             if is_number(value):
                 self.writer.add_scalar(key, value, global_step=step, **kwargs)
             elif isinstance(value, str):
                 self.writer.add_text(key, value, global_step=step, **kwargs)
             elif isinstance(value, dict):
-                group = {name: number_of(one) for name, one in value.items()}
+                group = {str(part): number_of(one) for part, one in value.items()}
                 self.writer.add_scalars(key, group, global_step=step, **kwargs)
             else:
                 self.leave_out(
@@ -80,7 +77,7 @@ class TensorBoardTracker(GeneralTracker):
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Batches of images, (N, 3, H, W) unless `dataformats` says otherwise."""
         for key, images in values.items():
-            self.writer.add_images(key, images, global_step=step, **kwargs)
+            self.writer.add_images(str(key), images, global_step=step, **kwargs)
         self.writer.flush()
 
     @on_main_process

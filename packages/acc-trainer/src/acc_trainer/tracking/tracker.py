@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from acc_ops.world import current_world
 
@@ -37,6 +37,7 @@ class GeneralTracker:
     name: str
     requires_logging_directory: bool
     main_process_only = True
+    library_available: ClassVar[Callable[[], bool]] = staticmethod(lambda: True)
 
     def __init__(self, _blank: bool = False) -> None:
         if _blank:
@@ -44,9 +45,8 @@ class GeneralTracker:
         missing = [
             name
             for name in ("name", "requires_logging_directory", "tracker")
-            if not hasattr(type(self), name)
+            if not hasattr(type(self), name) and not hasattr(self, name)
         ]
-        missing = [name for name in missing if not hasattr(self, name)]
         if missing:
             raise NotImplementedError(
                 f"{type(self).__name__} lacks what every tracker needs: {', '.join(missing)} "
@@ -56,7 +56,7 @@ class GeneralTracker:
     @classmethod
     def is_installed(cls) -> bool:
         """Whether the library it stands for is there; a tracker without one always is."""
-        return True
+        return cls.library_available()
 
     def start(self) -> None:
         """Begin the run."""

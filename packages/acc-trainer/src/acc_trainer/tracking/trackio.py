@@ -16,11 +16,7 @@ class TrackioTracker(TableRunTracker):
     """
 
     name = "trackio"
-
-    @classmethod
-    def is_installed(cls) -> bool:
-        """Whether trackio is."""
-        return is_trackio_available()
+    library_available = staticmethod(is_trackio_available)
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

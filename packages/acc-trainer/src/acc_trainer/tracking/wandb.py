@@ -14,11 +14,7 @@ class WandBTracker(TableRunTracker):
     """A run in the project `run_name`; keyword arguments go to `wandb.init`. Raises `ImportError` without wandb."""
 
     name = "wandb"
-
-    @classmethod
-    def is_installed(cls) -> bool:
-        """Whether wandb is."""
-        return is_wandb_available()
+    library_available = staticmethod(is_wandb_available)
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
