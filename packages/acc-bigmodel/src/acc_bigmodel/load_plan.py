@@ -127,19 +127,14 @@ def plan_load(
             missing.append(name)
             continue
         tensor = tensors[name]
-        problem = _problem(name, tensor, store, source, same_shapes)
+        dtype = _dtype_for(name, tensor, store.dtype(source), wanted, wishes.keep_in_fp32)
+        problem = _problem(name, tensor, store, source, same_shapes, dtype)
         if problem:
             wrong.append(problem)
             continue
         home = None if homes is None else homes[name]
         if home == DISK and name in buffers and not wishes.offload_buffers:
             home = CPU
-        dtype = _dtype_for(name, tensor, store.dtype(source), wanted, wishes.keep_in_fp32)
-        if not _is_convertible(store.dtype(source), dtype):
-            wrong.append(
-                f"{name!r} is {store.dtype(source)} in the checkpoint, which torch cannot convert to {dtype}"
-            )
-            continue
         step = Step(name=name, source=source, home=home, dtype=dtype)
         if home == DISK and is_8bit(tensor):
             step = _in_8_bits(step, store, wishes)
@@ -234,8 +229,9 @@ def _shared(steps: list[Step], group_of: Mapping[str, list[str]], over_devices: 
 
 
 def _problem(
-    name: str, tensor: torch.Tensor, store: WeightStore, source: str, same_shapes: bool
+    name: str, tensor: torch.Tensor, store: WeightStore, source: str, same_shapes: bool, wanted: torch.dtype
 ) -> str | None:
+    """Why a stored tensor cannot become, in the dtype that is `wanted`, the one of the model; None if it can."""
     shape, dtype = store.shape(source), store.dtype(source)
     if same_shapes and shape != tensor.shape and type(tensor).__name__ != "Params4bit":
         return (
@@ -243,11 +239,11 @@ def _problem(
         )
     cuts = _is_floating(dtype) and not _is_floating(tensor.dtype)  # fractions
     cuts = cuts or (dtype.is_complex and not tensor.dtype.is_complex)  # imaginary parts
-    return (
-        f"{name!r} is {dtype} in the checkpoint and {tensor.dtype} in the model"
-        if cuts and is_plain(tensor)
-        else None
-    )
+    if cuts and is_plain(tensor):
+        return f"{name!r} is {dtype} in the checkpoint and {tensor.dtype} in the model"
+    if not _is_convertible(dtype, wanted):
+        return f"{name!r} is {dtype} in the checkpoint, which torch cannot convert to {wanted}"
+    return None
 
 
 @functools.cache
