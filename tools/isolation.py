@@ -62,7 +62,8 @@ def try_alone(package: Package, work: Path) -> None:
     _run([*pip, *TEST_TOOLS], work)
     alone = work / "source" / package.name  # what the source archive has beside src/
     shutil.copytree(package.folder / "tests", alone / "tests")
-    shutil.copy(package.folder / "README.md", alone)
+    for page in (*package.folder.glob("*.md"), *package.folder.glob("*.svg")):
+        shutil.copy(page, alone)
     config = work / "pytest.ini"
     shutil.copy(ROOT / "tools" / "pytest.ini", config)
     _run(

@@ -23,8 +23,12 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
     for name in kwargs:
         logger.warning("find_tied_parameters takes no option %r; it has no effect", name)
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    groups = ([name for name in group if name in parameters] for group in tied_groups(model))
-    return sorted(sorted(group) for group in groups if len(group) > 1)
+    groups = tied_groups(model)
+    for group in groups:  # in place: a copy of each would wake the garbage collector
+        if not parameters.issuperset(group):
+            group[:] = [name for name in group if name in parameters]
+        group.sort()
+    return sorted(group for group in groups if len(group) > 1)
 
 
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:

@@ -18,7 +18,11 @@ def tied_groups(module: nn.Module) -> list[list[str]]:
 
 
 def group_by_tensor(named: Iterable[tuple[str, Tensor]]) -> list[list[str]]:
-    """The groups among (name, tensor) pairs, as `tied_groups` gives them."""
+    """The groups among (name, tensor) pairs, as `tied_groups` gives them.
+
+    A list is made for a group only: one for every tensor would set off the garbage collector, which costs more than the rest.
+    """
+    first: dict[Hashable, str] = {}
     groups: dict[Hashable, list[str]] = {}
     for name, tensor in named:
         if is_lazy(tensor):
@@ -26,8 +30,14 @@ def group_by_tensor(named: Iterable[tuple[str, Tensor]]) -> list[list[str]]:
                 f"{name} has no shape yet, it belongs to a lazy module: call the model once before it is offloaded or "
                 "given hooks"
             )
-        groups.setdefault(_identity(tensor), []).append(name)
-    return [names for names in groups.values() if len(names) > 1]
+        identity = _identity(tensor)
+        if identity in groups:
+            groups[identity].append(name)
+        elif identity in first:
+            groups[identity] = [first[identity], name]
+        else:
+            first[identity] = name
+    return [groups[identity] for identity in first if identity in groups]
 
 
 def every_tensor(module: nn.Module, recurse: bool = True) -> Iterator[tuple[str, Tensor]]:
