@@ -196,3 +196,18 @@ def test_a_tensor_stays_on_its_accelerator_although_others_of_its_module_come_an
     remove_hook_from_module(model, recurse=True)
     assert all(torch.equal(value.cpu(), changed[name]) for name, value in model.state_dict().items())
     assert torch.equal(changed["layers.0.up.bias"], bias.cpu())
+
+
+def test_a_module_whose_tensors_are_on_two_accelerators_leaves_them_there(
+    tied_model: nn.Module, tokens: torch.Tensor, fake: FakeAccelerator
+) -> None:
+    wanted = tied_model(tokens)
+    before = {name: value.clone() for name, value in tied_model.state_dict().items()}
+    device_map = {"": 0, "layers.0.up.weight": 1, "layers.1.up.bias": 1}
+    model = dispatch_model(tied_model, device_map)
+    places = {name: weights_of(model).place(name).device for name in model.state_dict()}
+    assert places == {name: device_map.get(name, 0) for name in places}
+    assert torch.allclose(model(tokens).cpu(), wanted)
+    assert all(torch.equal(value.cpu(), before[name]) for name, value in model.state_dict().items())
+    remove_hook_from_module(model, recurse=True)
+    assert all(torch.equal(value.cpu(), before[name]) for name, value in model.state_dict().items())

@@ -64,9 +64,8 @@ class Deferral(TorchFunctionMode):
         self._last: _Deferred | None = None
         self._claimed: list[torch.Tensor] = []  # registered; their memory is nobody's any more
         self._by_memory: dict[int, _Deferred] = {}
-        self._made: dict[
-            int, StorageWeakRef
-        ] = {}  # memory of what was made at once; a weak reference keeps its number
+        # memory of what was made at once; a weak reference keeps its number
+        self._made: dict[int, StorageWeakRef] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

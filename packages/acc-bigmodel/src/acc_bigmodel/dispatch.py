@@ -305,7 +305,7 @@ def _second_names(model: nn.Module) -> list[tuple[str, str]]:
 
 
 def _blocks(model: nn.Module, devices: Mapping[str, Device], main: Device) -> dict[str, Device]:
-    """The map in names of modules only: a module whose own tensors are on several devices is offloaded if any of them is."""
+    """The map in names of modules only: a module whose own tensors are on several devices computes on `main`, as an offloaded one."""
     modules = dict(modules_in_order(model))
     known = {key: device for key, device in devices.items() if key in modules}
     tensors = dict(every_tensor(model))
@@ -315,12 +315,7 @@ def _blocks(model: nn.Module, devices: Mapping[str, Device], main: Device) -> di
     own: dict[str, list[Device]] = {}
     for name, home in homes.items():
         own.setdefault(name.rpartition(".")[0], []).append(home)
-    return {
-        path: DISK
-        if DISK in found
-        else next((device for device in found if _is_offloaded(device, main)), found[0])
-        for path, found in own.items()
-    }
+    return {path: found[0] if len(set(found)) == 1 else DISK for path, found in own.items()}
 
 
 def _bring_uncovered(model: nn.Module, devices: Mapping[str, Device], main: Device) -> None:

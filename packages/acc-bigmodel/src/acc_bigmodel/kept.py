@@ -33,9 +33,8 @@ class OnDisk:
 
     index: Mapping[str, Any] | None = None  # said by the user
     folder: str | os.PathLike[str] | None = None  # to write into
-    slices: Mapping[str, FileSlice] = field(
-        default_factory=dict
-    )  # where they were before, if they are there still
+    # where they were before, if they are there still
+    slices: Mapping[str, FileSlice] = field(default_factory=dict)
 
 
 def on_disk_before(model: nn.Module) -> OnDisk:
