@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from acc_ops.testing import RankFailed, run_processes
@@ -23,17 +23,7 @@ from acc_plugins.testing import StrategyContract
 
 def _all_checks(contracts: list[type[StrategyContract]], folder: str) -> list[str]:
     """Every check of the contracts on this rank, in one pair of processes: starting them is what costs."""
-    ran = []
-    for contract in contracts:
-        for name in [name for name in dir(contract) if name.startswith("check_")]:
-            own = (
-                [f"{folder}/{contract.__name__}"]
-                if name in ("check_save_and_load", "check_tied_weights")
-                else []
-            )
-            getattr(contract(), name)(*own)
-            ran.append(f"{contract.__name__}.{name}")
-    return ran
+    return [name for contract in contracts for name in contract().run_on_this_rank(folder)]
 
 
 class DDPContract(StrategyContract):
@@ -117,6 +107,15 @@ def _hooks_compress_and_still_average() -> None:
         DistributedDataParallelKwargs(
             comm_hook="power_sgd", comm_wrapper="fp16", comm_state_option={"start_powerSGD_iter": 2}
         ),
+        DistributedDataParallelKwargs(
+            comm_hook="batched_power_sgd",
+            comm_state_option={"start_powerSGD_iter": 2, "matrix_approximation_rank": 2},
+        ),
+        DistributedDataParallelKwargs(
+            comm_hook="batched_power_sgd",
+            comm_wrapper="fp16",
+            comm_state_option={"start_powerSGD_iter": 2, "matrix_approximation_rank": 3},
+        ),
     ):
         strategy = choose_strategy(current_world(), Precision(), ddp_options=options)
         model = nn.Linear(3, 3, bias=False)
@@ -182,6 +181,90 @@ def _a_static_graph_accumulates() -> None:
         ddp.zero_grad()
 
 
+def _prepared(model: nn.Module, **options: Any) -> tuple[Strategy, DistributedDataParallel]:
+    strategy = choose_strategy(
+        current_world(), Precision(), ddp_options=DistributedDataParallelKwargs(**options)
+    )
+    (ddp,) = strategy.prepare(Bundle(models=[model])).models
+    return strategy, ddp
+
+
+def _a_user_may_register_a_hook_and_sees_the_buckets() -> None:
+    shared = {}
+    for cap, view in ((1, False), (100, True)):
+        buckets: list[int] = []
+
+        def halving(state, bucket):  # torch refuses annotations that are text
+            state.append(bucket.index())
+            future = torch.distributed.all_reduce(bucket.buffer(), async_op=True).get_future()
+            return future.then(lambda done: done.value()[0] / 4)
+
+        model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512), nn.Linear(512, 1))
+        strategy, ddp = _prepared(model, bucket_cap_mb=cap, gradient_as_bucket_view=view)
+        ddp.register_comm_hook(buckets, halving)
+        for _ in range(2):  # torch lays the buckets out anew after the first
+            buckets.clear()
+            ddp.zero_grad()
+            strategy.backward(ddp(torch.ones(1, 512)).sum())
+        assert model[2].bias.grad.item() == 0.5  # a quarter of the sum, where torch takes half
+        shared[cap] = len(set(buckets))
+        memories = {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
+        assert (len(memories) < 6) == view
+    assert shared[1] > 1 == shared[100]
+
+
+def _unused_parameters() -> None:
+    class Forked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(3))
+
+        def forward(self, x: Tensor, used: list[int]) -> Tensor:
+            return sum(self.parts[i](x) for i in used)  # type: ignore[return-value]
+
+    rank = current_world().rank
+    strategy, ddp = _prepared(Forked(), find_unused_parameters=True)
+    x = torch.ones(1, 1)
+    for accumulating in (False, True):
+        ddp.zero_grad()
+        with strategy.without_sync(ddp) if accumulating else nullcontext():
+            loss = ddp(x, [0, 1] if rank == 0 else [0]).sum()
+            with strategy.sync_next_backward(ddp):
+                strategy.backward(loss)
+        got = [None if part.weight.grad is None else part.weight.grad.item() for part in ddp.module.parts]
+        assert got == [1.0, 0.5, None]
+    strategy, ddp = _prepared(Forked())
+    strategy.backward(ddp(x, [0]).sum())
+    with pytest.raises(RuntimeError, match="find_unused_parameters=True"):
+        ddp(x, [0])
+
+
+def _mixed_dtypes_and_every_other_option() -> None:
+    rank = current_world().rank
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.low, self.wide = nn.Linear(2, 2).bfloat16(), nn.Linear(2, 1).double()
+            self.register_buffer("seen", torch.zeros(1, dtype=torch.int64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.wide(self.low(x.bfloat16()).double())
+
+    torch.manual_seed(rank)
+    strategy, ddp = _prepared(Mixed(), dim=0, check_reduction=True, broadcast_buffers=False)
+    strategy.backward(ddp(torch.full((1, 2), 1.0 + rank)).sum())
+    for p in ddp.parameters():
+        assert p.grad.dtype == p.dtype
+        both = strategy.world.comm.all_gather(
+            torch.cat([p.detach().reshape(-1), p.grad.reshape(-1)]).double()
+        )
+        assert torch.equal(both[0], both[1])
+    twice, also_prepared = strategy.prepare(Bundle(models=[ddp, nn.Linear(1, 1)])).models
+    assert twice is ddp
+    assert isinstance(also_prepared, DistributedDataParallel)
+
+
 def _bf16_hook_on_gloo() -> None:
     options = DistributedDataParallelKwargs(comm_hook="bf16")
     strategy = choose_strategy(current_world(), Precision(), ddp_options=options)
@@ -201,6 +284,9 @@ def test_what_only_processes_can_show() -> None:
             _buffers_follow_rank_0_unless_told_otherwise,
             _the_same_as_the_replicated_strategy,
             _a_static_graph_accumulates,
+            _a_user_may_register_a_hook_and_sees_the_buckets,
+            _unused_parameters,
+            _mixed_dtypes_and_every_other_option,
             _bf16_hook_on_gloo,
         ],
     )

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-NAMES = ("cli", "launch", "collectives", "step", "prefetch", "timing", "compile")
+NAMES = ("cli", "launch", "collectives", "step", "prefetch", "timing", "compile", "checkpoint", "strategies")
 
 
 def main() -> None:

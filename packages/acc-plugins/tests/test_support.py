@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from acc_ops import devices
 from acc_ops.devices import DEVICE_TABLE
 from acc_ops.fake_accelerator import fake_accelerator
+from acc_ops.world import World
+from acc_plugins.precisions.precision import Precision
 from acc_plugins.strategies.ddp import DDPStrategy
+from acc_plugins.strategies.fsdp1 import FSDP1Strategy
+from acc_plugins.strategies.fsdp2 import FSDP2Strategy
+from acc_plugins.strategies.mesh import MeshStrategy
 from acc_plugins.strategies.registry import choose_precision
 from acc_plugins.strategies.replicated import ReplicatedStrategy
 from acc_plugins.strategies.strategy import Strategy
@@ -17,15 +26,19 @@ from acc_plugins.support import (
     STRATEGIES,
     UnsupportedError,
     check_support,
+    record_run,
     support,
     support_table,
 )
+from acc_plugins.testing import StrategyContract
 
 KINDS = [row.kind for row in DEVICE_TABLE]
+RAN = Path(sys.modules[Strategy.__module__].__file__ or "").parents[1] / "ran.json"
 
 
 def test_the_table_knows_every_strategy_class() -> None:
-    assert set(STRATEGIES) == {kind.name for kind in (Strategy, DDPStrategy, ReplicatedStrategy)}
+    kinds = (Strategy, DDPStrategy, FSDP1Strategy, FSDP2Strategy, MeshStrategy, ReplicatedStrategy)
+    assert set(STRATEGIES) == {kind.name for kind in kinds}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -35,7 +48,7 @@ def test_check_agrees_with_the_table(strategy: str, precision: str, kind: str) -
     cell = support(strategy, precision, kind)
     if cell.works:
         check_support(strategy, precision, kind)
-        assert cell.run == (kind == "cpu")
+        assert bool(cell.run) == (kind == "cpu")
     else:
         with pytest.raises(UnsupportedError, match="does not work on") as caught:
             check_support(strategy, precision, kind)
@@ -48,7 +61,32 @@ def test_float32_on_one_device_works_everywhere() -> None:
 
 def test_everything_works_on_the_cpu_and_was_run_there() -> None:
     cells = [support(strategy, precision, "cpu") for strategy in STRATEGIES for precision in PRECISIONS]
-    assert all(cell.works and cell.run for cell in cells)
+    assert all(cell.works and cell.run.startswith("torch ") for cell in cells)
+
+
+def test_the_contract_notes_what_passed_and_keeps_what_it_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Contract(StrategyContract):
+        precisions = ("no", "bf16")
+
+        def make_strategy(self, world: World, precision: Precision) -> Strategy:
+            return Strategy(world, precision)
+
+    file = tmp_path / "ran.json"
+    record_run(file, "ddp", "no", "tin", "1.0")
+    Contract().test_every_precision_trains_near_float32_and_skips_overflows_on_all_ranks()
+    assert json.loads(file.read_text()) == {"ddp no tin": "torch 1.0"}
+    monkeypatch.setenv("ACC_RECORD_RUNS", str(file))
+    Contract().test_every_precision_trains_near_float32_and_skips_overflows_on_all_ranks()
+    version = f"torch {torch.__version__.partition('+')[0]}"
+    noted = {"ddp no tin": "torch 1.0", "single no cpu": version, "single bf16 cpu": version}
+    assert json.loads(file.read_text()) == noted
+
+
+def test_what_is_said_to_have_run_is_in_the_table() -> None:
+    for pair in json.loads(RAN.read_text()):
+        assert support(*pair.split(" ")).run, pair
 
 
 @pytest.mark.parametrize(

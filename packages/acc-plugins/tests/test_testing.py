@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -47,6 +48,14 @@ class Forgetting(Strategy):
         pass
 
 
+class HalfWeights(Strategy):
+    def prepare(self, bundle: Bundle) -> Bundle:
+        made = super().prepare(bundle)
+        for model in made.models:
+            model.bfloat16()
+        return made
+
+
 class KeepingWrapped(Strategy):
     def unwrap(self, model: nn.Module) -> nn.Module:
         return nn.Sequential(model)
@@ -71,6 +80,9 @@ class NeverSynchronising(ReplicatedStrategy):
         (ClippingToOne, 1, "test_clip_norm_returns_the_true_norm_and_clips_to_it"),
         (Boasting, 1, "test_a_skipped_step_says_so"),
         (Forgetting, 1, "test_a_saved_and_loaded_run_goes_on_as_if_nothing_had_happened"),
+        (Forgetting, 1, "test_a_run_that_another_strategy_began_goes_on"),
+        (NeverDividing, 1, "test_ten_steps_equal_plain_torch_in_float64_losses_and_gradients"),
+        (HalfWeights, 1, "test_every_precision_trains_near_float32_and_skips_overflows_on_all_ranks"),
         (KeepingWrapped, 1, "test_unwrap_gives_the_original_back_and_state_has_its_names"),
         (
             AlwaysSynchronising,
@@ -88,7 +100,25 @@ def test_a_broken_strategy_fails(kind: type[Strategy], size: int, broken: str, t
     Contract.size = size
     test: Callable[..., None] = getattr(Contract(), broken)
     with pytest.raises(Exception):  # noqa: B017  run_threads may wrap the assertion
-        test(tmp_path) if "saved" in broken else test()
+        test(tmp_path) if inspect.signature(test).parameters else test()
+
+
+def test_every_test_runs_on_a_rank_that_exists_already(tmp_path: Path) -> None:
+    class Contract(StrategyContract):
+        precisions = ("no",)
+
+        def make_strategy(self, world: World, precision: Precision) -> Strategy:
+            return Strategy(world, precision)
+
+    ran = Contract().run_on_this_rank(str(tmp_path))
+    assert ran == sorted(name for name in dir(StrategyContract) if name.startswith("test_"))
+
+    class Broken(Contract):
+        def make_strategy(self, world: World, precision: Precision) -> Strategy:
+            return NeverDividing(world, precision)
+
+    with pytest.raises(AssertionError):
+        Broken().run_on_this_rank(str(tmp_path))
 
 
 class HalfOutputs(BFloat16Autocast):

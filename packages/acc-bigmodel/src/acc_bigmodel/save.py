@@ -58,7 +58,7 @@ def save_weights(
         raise NotADirectoryError(f"{folder} is a file; weights are saved into a folder")
     if not name or Path(name).name != name:
         raise ValueError(f"the name of the weights must be a plain file name, got {name!r}")
-    items = _checked(state)
+    items = checked_items(state)
     limit = None if max_shard_size is None else convert_file_size_to_int(max_shard_size)
     shards = _split(items, limit)
     stem, kind = stem_of(name, safe), SAFETENSORS if safe else TORCH
@@ -102,7 +102,7 @@ def load_weights(folder: str | os.PathLike[str], name: str) -> dict[str, torch.T
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Item:
+class Item:
     """One tensor to be saved, and the other names that share it."""
 
     name: str
@@ -111,7 +111,8 @@ class _Item:
     aliases: tuple[str, ...]
 
 
-def _checked(state: Mapping[str, torch.Tensor]) -> list[_Item]:
+def checked_items(state: Mapping[str, torch.Tensor]) -> list[Item]:
+    """The tensors to be written, each with all its names. Raises what `save_weights` raises for an entry that cannot be saved."""
     aliases: dict[str, list[str]] = {}
     entries: dict[str, Entry] = {}
     if isinstance(state, WeightStore):
@@ -124,7 +125,7 @@ def _checked(state: Mapping[str, torch.Tensor]) -> list[_Item]:
     else:
         first_with: dict[tuple[object, ...], str] = {}
         for name, tensor in state.items():
-            identity = _identity(name, tensor)
+            identity = identity_of(name, tensor)
             home = first_with.setdefault(identity, name)
             if home != name:
                 aliases[home].append(name)
@@ -132,7 +133,7 @@ def _checked(state: Mapping[str, torch.Tensor]) -> list[_Item]:
             aliases[name] = []
             entries[name] = Entry.of(tensor)
     return [
-        _Item(name=name, nbytes=entry.nbytes, entry=entry, aliases=tuple(aliases[name]))
+        Item(name=name, nbytes=entry.nbytes, entry=entry, aliases=tuple(aliases[name]))
         for name, entry in entries.items()
     ]
 
@@ -141,7 +142,7 @@ def _reader(store: WeightStore, name: str) -> Callable[[], torch.Tensor]:
     return lambda: store[name]
 
 
-def _identity(name: str, tensor: object) -> tuple[object, ...]:
+def identity_of(name: str, tensor: object) -> tuple[object, ...]:
     """Equal for names that hold the very same values in memory; checks the tensor on the way."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name!r} is a {type(tensor).__name__}, not a tensor; weights are names -> tensors")
@@ -157,9 +158,9 @@ def _identity(name: str, tensor: object) -> tuple[object, ...]:
     return (tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride())
 
 
-def _split(items: list[_Item], limit: int | None) -> list[list[_Item]]:
+def _split(items: list[Item], limit: int | None) -> list[list[Item]]:
     """Shards of at most `limit` bytes, in order; a larger tensor has one of its own."""
-    shards: list[list[_Item]] = [[]]
+    shards: list[list[Item]] = [[]]
     used = 0
     for item in items:
         if limit is not None and shards[-1] and used + item.nbytes > limit:
@@ -179,7 +180,7 @@ def _fresh_staging(staging: Path) -> Path:
     return staging
 
 
-def _write(file: Path, shard: list[_Item], state: Mapping[str, torch.Tensor], safe: bool) -> None:
+def _write(file: Path, shard: list[Item], state: Mapping[str, torch.Tensor], safe: bool) -> None:
     if safe:
         shared = {alias: item.name for item in shard for alias in item.aliases}
         write_safetensors(file, {item.name: item.entry for item in shard}, shared)
@@ -190,11 +191,15 @@ def _write(file: Path, shard: list[_Item], state: Mapping[str, torch.Tensor], sa
         tensor = item.entry.read().detach().to("cpu")
         tensor = tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
         content.update(dict.fromkeys((item.name, *item.aliases), tensor))
-    ordered = {name: content[name] for name in state if name in content}
-    with file.open("wb") as out:
+    write_torch_file(file, {name: content[name] for name in state if name in content})
+
+
+def write_torch_file(file: str | os.PathLike[str], content: Any) -> None:
+    """torch.save, synced; raises the OSError of a file that cannot be written, which torch.save hides."""
+    with Path(file).open("wb") as out:
         noting: Any = _Noting(out)
         try:
-            torch.save(ordered, noting)
+            torch.save(content, noting)
         except RuntimeError as error:
             raise noting.error or error from None
         out.flush()
@@ -219,7 +224,7 @@ class _Noting:
         self._out.flush()
 
 
-def _write_index(file: Path, files: list[str], shards: list[list[_Item]]) -> str:
+def _write_index(file: Path, files: list[str], shards: list[list[Item]]) -> str:
     weight_map = {}
     for shard_file, shard in zip(files, shards, strict=True):
         for item in shard:

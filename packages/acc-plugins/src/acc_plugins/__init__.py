@@ -9,6 +9,7 @@ from .__about__ import __version__ as __version__
 _NAMES = {
     # options
     "AutocastKwargs": "options.kwargs",
+    "CheckpointPolicy": "options.project",
     "DataLoaderConfiguration": "options.dataloader",
     "DistributedDataParallelKwargs": "options.kwargs",
     "GradScalerKwargs": "options.kwargs",
@@ -72,11 +73,30 @@ _NAMES = {
     # strategies
     "Bundle": "strategies.strategy",
     "DDPStrategy": "strategies.ddp",
+    "FSDP1Strategy": "strategies.fsdp1",
+    "FSDP2Strategy": "strategies.fsdp2",
+    "MeshStrategy": "strategies.mesh",
     "ReplicatedStrategy": "strategies.replicated",
     "StepOutcome": "outcome",
     "Strategy": "strategies.strategy",
     "choose_precision": "strategies.registry",
     "choose_strategy": "strategies.registry",
+    "ensure_weights_retied": "strategies.fsdp_utils",
+    "fsdp2_apply_ac": "strategies.fsdp_utils",
+    "fsdp2_canonicalize_names": "strategies.fsdp_utils",
+    "fsdp2_load_full_state_dict": "strategies.fsdp_utils",
+    "fsdp2_prepare_auto_wrap_policy": "strategies.fsdp_utils",
+    "fsdp2_prepare_model": "strategies.fsdp_utils",
+    "fsdp2_switch_optimizer_parameters": "strategies.fsdp_utils",
+    "get_fsdp2_grad_scaler": "strategies.fsdp_utils",
+    "get_parameters_from_modules": "strategies.fsdp_utils",
+    # states in files
+    "load_fsdp_model": "states.fsdp_functions",
+    "load_fsdp_optimizer": "states.fsdp_functions",
+    "merge_fsdp_weights": "states.merge",
+    "merge_shards": "states.merge",
+    "save_fsdp_model": "states.fsdp_functions",
+    "save_fsdp_optimizer": "states.fsdp_functions",
     # what works with what
     "UnsupportedError": "support",
     "check_support": "support",

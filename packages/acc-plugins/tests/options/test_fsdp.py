@@ -158,3 +158,15 @@ def test_a_class_is_found_by_name_at_any_depth() -> None:
     model = nn.Sequential(nn.Sequential(nn.ReLU()))
     assert get_module_class_from_name(model, "ReLU") is nn.ReLU
     assert get_module_class_from_name(model, "GELU") is None
+
+
+def test_the_default_that_accelerates_launcher_writes_for_version_2_does_no_harm_in_version_1(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "true")
+    assert FullyShardedDataParallelPlugin(fsdp_version=1).sharding_strategy.name == "FULL_SHARD"
+    with pytest.raises(OptionError, match="is for fsdp_version=2"):
+        FullyShardedDataParallelPlugin(fsdp_version=1, reshard_after_forward=True)
+    monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "false")
+    with pytest.raises(OptionError, match="is for fsdp_version=2"):
+        FullyShardedDataParallelPlugin(fsdp_version=1)

@@ -32,7 +32,7 @@ from acc_plugins.options.kwargs import (
     InitProcessGroupKwargs,
     ProfileKwargs,
 )
-from acc_plugins.options.project import ProjectConfiguration
+from acc_plugins.options.project import CheckpointPolicy, ProjectConfiguration
 
 # parameters in order, with a value that is not the default
 CLASSES: dict[type, dict[str, Any]] = {
@@ -59,6 +59,7 @@ CLASSES: dict[type, dict[str, Any]] = {
         "total_limit": 3,
         "iteration": 2,
         "save_on_each_node": True,
+        "keep": None,  # not beside total_limit: see test_project.py
     },
     TorchDynamoPlugin: {
         "backend": "eager",
@@ -178,6 +179,18 @@ def test_copies_are_equal_and_independent(cls: type) -> None:
         (lambda: DataLoaderConfiguration(data_seed="x"), "data_seed: expected a whole number, got 'x'"),
         (lambda: ProjectConfiguration(total_limit=0), "total_limit must be at least 1, got 0"),
         (lambda: ProjectConfiguration(iteration=-1), "iteration must be at least 0, got -1"),
+        (lambda: ProjectConfiguration(keep=3), "keep must be a CheckpointPolicy, got 3"),
+        (lambda: ProjectConfiguration(keep=CheckpointPolicy()), "keep has no effect without automatic"),
+        (
+            lambda: ProjectConfiguration(
+                keep=CheckpointPolicy(), total_limit=2, automatic_checkpoint_naming=True
+            ),
+            "total_limit=2 and keep=.* both say what stays",
+        ),
+        (lambda: CheckpointPolicy(last=0), "last must be at least 1, got 0"),
+        (lambda: CheckpointPolicy(every=0), "every must be at least 1, got 0"),
+        (lambda: CheckpointPolicy(best=-1), "best must be at least 0, got -1"),
+        (lambda: CheckpointPolicy(mode="least"), "mode: .*'least'"),
         (lambda: TorchDynamoPlugin("cudnn"), "'cudnn'"),
         (lambda: TorchDynamoPlugin(mode="fast"), "mode: .*'fast'"),
         (lambda: TorchDynamoPlugin(mode="max-autotune", options={}), "not both"),

@@ -117,6 +117,16 @@ def test_the_mesh_has_the_axes_in_use_and_the_joined_ones(eight_ranks: None) -> 
         config.get_device_mesh("cuda")
 
 
+def test_sequence_parallel_ranks_count_among_those_that_average_and_shard(eight_ranks: None) -> None:
+    config = ParallelismConfig(dp_shard_size=2, sp_size=2, tp_size=2)
+    mesh = config.build_device_mesh("cpu")
+    assert mesh is not None
+    assert mesh.mesh_dim_names == ("dp_shard", "sp", "tp")
+    assert mesh["dp_shard_cp"].mesh.tolist() == mesh["dp_cp"].mesh.tolist() == [1, 3, 5, 7]
+    assert mesh["dp"].size() == 2
+    ParallelismConfig(sp_size=4)._validate_accelerator(SimpleNamespace(num_processes=4, is_fsdp2=True))
+
+
 def test_tensor_parallel_alone_makes_a_mesh_of_one_axis(eight_ranks: None) -> None:
     mesh = ParallelismConfig(tp_size=8).build_device_mesh("cpu")
     assert mesh is not None
@@ -130,7 +140,6 @@ def test_a_world_that_does_not_fit_is_named(eight_ranks: None) -> None:
 
 def test_ranks_that_disagree_hear_so_on_all_of_them_before_anything_is_built() -> None:
     def build() -> str:
-        # one of them would split sequences by DeepSpeed and build no mesh at all
         config = ParallelismConfig(tp_size=2) if current_world().rank < 2 else ParallelismConfig(sp_size=2)
         with pytest.raises(ValueError, match=r"disagree on sp_size: rank 0 has 1, rank 2 has 2"):
             config.build_device_mesh("cpu")
@@ -155,7 +164,6 @@ def test_a_handler_of_an_axis_that_is_off_is_said(caplog: pytest.LogCaptureFixtu
 
 def test_no_mesh_where_there_is_none_to_build() -> None:
     assert ParallelismConfig().build_device_mesh("cpu") is None
-    assert ParallelismConfig(sp_size=2).build_device_mesh("cpu") is None
     with pytest.raises(ValueError, match="device_type"):
         ParallelismConfig(tp_size=2).get_device_mesh()
 
@@ -170,7 +178,7 @@ def test_an_accelerator_must_have_as_many_processes_as_the_sizes_make() -> None:
     ParallelismConfig(dp_shard_size=2, tp_size=2)._validate_accelerator(sharding)
     ParallelismConfig()._validate_accelerator(SimpleNamespace(num_processes=1, is_fsdp2=True))
     for config in (ParallelismConfig(dp_replicate_size=4), ParallelismConfig()):
-        with pytest.raises(ValueError, match=r"both are 1 \(of 4 processes\): give dp_shard_size"):
+        with pytest.raises(ValueError, match=r"all are 1 \(of 4 processes\): give dp_shard_size"):
             config._validate_accelerator(sharding)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from acc_ops.fake_accelerator import fake_accelerator
+from acc_ops.testing import run_threads
 from acc_ops.world import current_world, use_world
 from acc_plugins.outcome import StepOutcome
 from acc_plugins.precisions.scaler import StepScaler, get_grad_scaler
@@ -223,3 +224,24 @@ def test_no_grad_scaler_for_a_kind_of_device_that_has_none() -> None:
         pytest.raises(ValueError, match=f"no gradient scaler for {fake.kind}"),
     ):
         get_grad_scaler()
+
+
+def test_ranks_that_agree_skip_together_also_one_without_a_gradient() -> None:
+    def train() -> tuple[list[bool], float]:
+        world = current_world()
+        scaler = StepScaler("cpu", init_scale=8.0)
+        scaler.agree = lambda flag: world.comm.all_reduce(flag, "max")
+        weight = torch.nn.Parameter(torch.ones(1))
+        optimizer: Any = torch.optim.SGD([weight], lr=0.1)
+        assert scaler.step_and_tell(optimizer).ran  # nothing was scaled yet
+        ran = []
+        for factor in (1.0, float("inf"), 1.0):
+            loss = (weight * (factor if world.rank == 0 else 1.0)).sum()
+            scaler.scale(loss).backward()
+            if world.rank == 2:
+                weight.grad = None  # it has no shard of what overflowed
+            ran.append(scaler.step_and_tell(optimizer).ran)
+            optimizer.zero_grad()
+        return ran, scaler.get_scale()
+
+    assert run_threads(3, train) == [([True, False, True], 4.0)] * 3

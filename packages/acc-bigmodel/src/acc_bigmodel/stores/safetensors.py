@@ -172,6 +172,23 @@ def write_safetensors(
     The bytes are on the disk when this returns. The caller renames the file into place: a reader must never see a
     half-written one. Raises ValueError for a dtype that the format cannot hold, before anything is written.
     """
+    header, places = header_of(entries, metadata)
+    with Path(file).open("wb") as out:
+        out.write(header)
+        for name in places:
+            _write_entry(out, name, entries[name])
+        out.flush()
+        os.fsync(out.fileno())
+    return len(header) + sum(entry.nbytes for entry in entries.values())
+
+
+def header_of(
+    entries: Mapping[str, Entry], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, int]]:
+    """What a safetensors file begins with, and where behind it each tensor begins, in bytes and in the order of the file.
+
+    Raises ValueError for a name or a dtype that the format cannot hold.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     # the file has no gaps: what fills whole lines comes first and starts at one, the rest at multiples of its item size
     names = sorted(
@@ -191,14 +208,7 @@ def write_safetensors(
         at += entry.nbytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT_BYTES)
-    with Path(file).open("wb") as out:
-        out.write(len(text).to_bytes(8, "little"))
-        out.write(text)
-        for name in names:
-            _write_entry(out, name, entries[name])
-        out.flush()
-        os.fsync(out.fileno())
-    return 8 + len(text) + at
+    return len(text).to_bytes(8, "little") + text, {name: header[name]["data_offsets"][0] for name in names}
 
 
 def _write_entry(out: BinaryIO, name: str, entry: Entry) -> None:

@@ -40,7 +40,7 @@ class MSAMPRecipeKwargs(KwargsHandler):
 
 
 @dataclass
-class _Overrides:
+class LinearOverrides:
     """The three variables that `override_linear_precision` comes from."""
 
     forward: bool = option(False, env="ACCELERATE_FP8_OVERRIDE_FPROP", flag=False, key=False)
@@ -89,7 +89,7 @@ class TERecipeKwargs(KwargsHandler):
             self.fp8_format = self.fp8_format.upper()  # type: ignore[assignment]  # checked by settle
         settle(self)
         if self.override_linear_precision is None:
-            asked = from_env(_Overrides)
+            asked = from_env(LinearOverrides)
             self.override_linear_precision = (asked.forward, asked.input_gradient, asked.weight_gradient)
         for name, smallest in (("margin", 0), ("interval", 1), ("amax_history_len", 1)):
             require_at_least(self, name, smallest)

@@ -158,6 +158,9 @@ class FullyShardedDataParallelPlugin:
             self.param_init_fn = values.to_empty
 
     def _settle_version_1(self) -> None:
+        # accelerate's launcher always writes its default, which is version 2's
+        if self.reshard_after_forward is True and sources(self)["reshard_after_forward"] == "environment":
+            self.reshard_after_forward = None
         if isinstance(self.reshard_after_forward, bool):
             raise OptionError(
                 f"reshard_after_forward={self.reshard_after_forward} is for fsdp_version=2: give a sharding strategy such as "

@@ -110,7 +110,7 @@ def policy_name(policy: Any) -> Any:
     base = policy.func if isinstance(policy, functools.partial) else policy
     names = {"transformer_auto_wrap_policy": BY_CLASS, "size_based_auto_wrap_policy": BY_SIZE}
     if getattr(base, "__module__", None) == "torch.distributed.fsdp.wrap":
-        return names.get(base.__name__, policy)
+        return names.get(getattr(base, "__name__", ""), policy)
     return policy
 
 

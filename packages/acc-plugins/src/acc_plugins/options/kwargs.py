@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -145,7 +146,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
             _HOOK.FP16: default_hooks.fp16_compress_hook,
             _HOOK.BF16: default_hooks.bf16_compress_hook,
             _HOOK.POWER_SGD: powerSGD_hook.powerSGD_hook,
-            _HOOK.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
+            _HOOK.BATCHED_POWER_SGD: _batched_power_sgd(powerSGD_hook),
         }
         wrappers: dict[DDPCommunicationHookType, Callable[..., Any]] = {
             _HOOK.FP16: default_hooks.fp16_compress_wrapper,
@@ -161,6 +162,21 @@ class DistributedDataParallelKwargs(KwargsHandler):
             model.register_comm_hook(state=state, hook=hook)
         except TypeError as error:
             raise ValueError(f"comm_hook={self.comm_hook} cannot be used here: {error}") from error
+
+
+def _batched_power_sgd(module: Any) -> Callable[..., Any]:
+    """torch's hook. It hands one matrix to a helper that takes a batch of them, and fails: a copy of the hook gets a helper that takes one."""
+    import torch  # noqa: PLC0415  the launcher reads option classes without torch
+
+    def orthogonalize(matrix: Any) -> None:
+        # by Householder in float32 at least: Gram-Schmidt, torch's, is lost where the gradient has a lower rank, and in float16
+        wide = matrix.double() if matrix.dtype == torch.float64 else matrix.float()
+        matrix.copy_(torch.linalg.qr(wide).Q)
+
+    hook = module.batched_powerSGD_hook
+    return types.FunctionType(
+        hook.__code__, {**vars(module), "_orthogonalize": orthogonalize}, hook.__name__, hook.__defaults__
+    )
 
 
 @dataclass

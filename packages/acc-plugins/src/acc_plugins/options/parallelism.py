@@ -18,10 +18,10 @@ logger = logging.getLogger(__name__)
 
 _PREFIX = "PARALLELISM_CONFIG_"
 _AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")  # the order in the mesh: the last one varies fastest
-_JOINED = {
+_JOINED = {  # sp stands where cp would: ranks that share a sequence average their gradients, and shard over each other
     "dp": ("dp_replicate", "dp_shard"),
-    "dp_shard_cp": ("dp_shard", "cp"),
-    "dp_cp": ("dp_replicate", "dp_shard", "cp"),
+    "dp_shard_cp": ("dp_shard", "cp", "sp"),
+    "dp_cp": ("dp_replicate", "dp_shard", "cp", "sp"),
 }
 
 
@@ -78,7 +78,7 @@ class TorchContextParallelConfig:
 
 @dataclass
 class DeepSpeedSequenceParallelConfig:
-    """Settings of DeepSpeed's sequence parallelism (ALST / Ulysses). Raises OptionError (a ValueError) for an attention it cannot split."""
+    """Settings of sequence parallelism by heads (Ulysses), which DeepSpeed gave its name. Raises OptionError (a ValueError) for an attention it cannot split."""
 
     sp_seq_length: int | None = option(
         None,
@@ -141,7 +141,7 @@ class ParallelismConfig:
         key="parallelism_config_cp_backend",
         help="who does context parallelism; default: torch",
     )
-    sp_size: int | None = _size("sp", "ranks that split each sequence (DeepSpeed's sequence parallel)")
+    sp_size: int | None = _size("sp", "ranks that split each sequence, and its heads in attention (Ulysses)")
     sp_backend: Literal["deepspeed"] | None = option(
         None,
         env=f"{_PREFIX}SP_BACKEND",
@@ -268,7 +268,7 @@ class ParallelismConfig:
         return self.dp_dim_names + self.non_dp_dim_names
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
-        """The mesh with the axes in use, and with `dp`, `dp_shard_cp` and `dp_cp` joined from them; None where no axis is in use, or DeepSpeed makes its own.
+        """The mesh with the axes in use, and with `dp`, `dp_shard_cp` and `dp_cp` joined from them; None where no axis is in use.
 
         Every rank calls it. Raises ValueError on all of them when their sizes differ from each other or do not fit the world, WorldError without
         a process group.
@@ -286,7 +286,7 @@ class ParallelismConfig:
         if not (grouped and dist.get_backend() == "fake"):  # where no other rank is there to be asked
             self._compare(world.comm.all_gather_object({axis: self._of(axis) for axis in _AXES}))
         axes = self._enabled(*_AXES)
-        if not axes or self.sp_enabled:
+        if not axes:
             return None
         shape = mesh_shape({axis: self._of(axis) for axis in axes}, world.size)
         if not grouped:
@@ -343,9 +343,10 @@ class ParallelismConfig:
                 f"{sizes} makes {self.total_size} ranks, but there are {accelerator.num_processes} processes"
             )
         sharded = getattr(accelerator, "is_fsdp2", False)
-        if sharded and accelerator.num_processes > 1 and not self.dp_shard_cp_dim_names:
+        if sharded and accelerator.num_processes > 1 and not self._enabled(*_JOINED["dp_shard_cp"]):
             raise ValueError(
-                f"FSDP shards over dp_shard and cp, and both are 1 (of {accelerator.num_processes} processes): give dp_shard_size, or leave FSDP out"
+                f"FSDP shards over dp_shard, cp and sp, and all are 1 (of {accelerator.num_processes} processes): give dp_shard_size, or leave "
+                "FSDP out"
             )
 
     def to_json(self) -> str:

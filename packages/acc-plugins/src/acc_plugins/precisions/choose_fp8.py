@@ -18,14 +18,19 @@ from acc_plugins.support import UnsupportedError
 _BACKENDS = {AORecipeKwargs: "AO", TERecipeKwargs: "TE", MSAMPRecipeKwargs: "MSAMP"}
 
 
-def choose_fp8(device: torch.device, recipe: KwargsHandler | None, autocast: dict[str, Any]) -> Precision:
+def choose_fp8(
+    device: torch.device,
+    recipe: KwargsHandler | None,
+    autocast: dict[str, Any],
+    gathers_in_fp8: bool = False,
+) -> Precision:
     """The fp8 precision of the library that `recipe` belongs to, else of the one that ACCELERATE_FP8_BACKEND names, else of the first installed.
 
-    A recipe that is not given comes from the environment. Raises UnsupportedError without a library, for MS-AMP, and for a GPU without fp8.
+    A recipe that is not given comes from the environment. `gathers_in_fp8` is `TorchaoFloat8`'s. Raises UnsupportedError without a library, for MS-AMP, and for a GPU without fp8.
     """
     backend = _backend(recipe)
     if backend is FP8BackendType.AO:
-        return _torchao(device, recipe, autocast)
+        return _torchao(device, recipe, autocast, gathers_in_fp8)
     if backend is FP8BackendType.TE:
         return _transformer_engine(device, recipe, autocast)
     if backend is FP8BackendType.MSAMP:
@@ -56,7 +61,7 @@ def _backend(recipe: KwargsHandler | None) -> FP8BackendType:
 
 
 # each library takes seconds to load, so its precision is loaded only where it is chosen
-def _torchao(device: torch.device, recipe: Any, autocast: dict[str, Any]) -> Precision:
+def _torchao(device: torch.device, recipe: Any, autocast: dict[str, Any], gathers_in_fp8: bool) -> Precision:
     from acc_plugins.precisions.fp8 import TorchaoFloat8  # noqa: PLC0415
 
     made = AORecipeKwargs() if recipe is None else recipe
@@ -64,7 +69,13 @@ def _torchao(device: torch.device, recipe: Any, autocast: dict[str, Any]) -> Pre
         _check_hardware(
             device, ", or torchao's emulation: AORecipeKwargs(config=Float8LinearConfig(emulate=True))"
         )
-    return TorchaoFloat8(device, config=made.config, module_filter_func=made.module_filter_func, **autocast)
+    return TorchaoFloat8(
+        device,
+        config=made.config,
+        module_filter_func=made.module_filter_func,
+        gathers_in_fp8=gathers_in_fp8,
+        **autocast,
+    )
 
 
 def _transformer_engine(device: torch.device, recipe: Any, autocast: dict[str, Any]) -> Precision:

@@ -5,6 +5,9 @@ loop ("update once, after all optimizers"). Here `update` after a step only note
 backward) does it; so two optimizers that step one after the other see the same scale, and whoever reads the scale or saves it sees the new one.
 A loop may also drop a window: unscale, look at the norm, zero the gradients and go on. Then the next backward closes the window, so
 that an overflow found in it still lowers the scale.
+
+[Note: shards] Where a rank holds shards of the gradients, an overflow may be in another rank's. A strategy that shards sets `agree`: then the ranks
+share what they found whenever an optimizer is unscaled, which all of them do, also one that has no gradient at all.
 """
 
 from __future__ import annotations
@@ -22,10 +25,15 @@ from torch.optim import Optimizer
 from acc_ops.devices import device_row
 from acc_ops.world import current_world
 from acc_plugins.outcome import StepOutcome
+from acc_plugins.strategies.clip import local_part
 
 
 class StepScaler(GradScaler):
     """A `torch.amp.GradScaler` with `unscale_once` and `step_and_tell`, whose update waits for the next backward."""
+
+    agree: Callable[[Tensor], Any] | None = (
+        None  # makes the 0-dim flag "I overflowed" the largest of all ranks, in place
+    )
 
     def __init__(self, device: str = "cuda", **options: Any) -> None:
         super().__init__(device, **options)
@@ -46,15 +54,18 @@ class StepScaler(GradScaler):
         Raises RuntimeError when a backward added to them between an earlier unscaling and now: part of the gradient would be scaled.
         """
         self._refuse_mixed(optimizer)
-        if optimizer not in self._unscaled and self.is_enabled() and _has_gradients(optimizer):
+        if optimizer not in self._unscaled and self._is_due(optimizer):
             self._unscaled.add(optimizer)
             self.unscale_(optimizer)
 
     def step_and_tell(self, optimizer: Optimizer) -> StepOutcome:
         """Step `optimizer` unless its gradients overflowed, and say which of the two it was."""
-        if not self.is_enabled() or not _has_gradients(optimizer):
+        if not self._is_due(optimizer):
             return StepOutcome(True, optimizer.step())
-        self._refuse_mixed(optimizer)
+        if self.agree is None:
+            self._refuse_mixed(optimizer)
+        else:
+            self.unscale_once(optimizer)  # a fused optimizer would look at its own gradients only
         outcome = step_and_tell(self, optimizer)
         self._unscaled.add(optimizer)
         self._stepped.add(optimizer)
@@ -72,6 +83,27 @@ class StepScaler(GradScaler):
                 f"{type(optimizer).__name__} trains weights that are float16 themselves, whose gradients cannot be unscaled in float16: keep "
                 "the trained weights in float32 (model.float(); mixed_precision='fp16' computes in float16 all the same), or freeze them"
             ) from error
+        if self.agree is not None and self._scale is not None:
+            flags = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+            flag = sum(
+                (found.to(self._scale.device) for found in flags.values()), torch.zeros_like(self._scale)
+            )
+            self.agree(flag)
+            for device in flags or [self._scale.device]:
+                flags[device] = flag.to(device)
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """With `agree` of what this rank holds: torch cannot unscale DTensors of several meshes, or beside plain gradients, in one go."""
+        held: Any = optimizer if self.agree is None else _Held(optimizer)
+        return super()._unscale_grads_(held, inv_scale, found_inf, allow_fp16)
+
+    def _is_due(self, optimizer: Optimizer) -> bool:
+        """Whether there is something to unscale; with `agree` a rank without gradients takes part all the same."""
+        if self.agree is not None:
+            return self.is_enabled() and self._scale is not None
+        return self.is_enabled() and _has_gradients(optimizer)
 
     def _refuse_mixed(self, optimizer: Optimizer) -> None:
         before = self._stale.pop(optimizer, None)
@@ -126,6 +158,20 @@ class StepScaler(GradScaler):
         for seen in (self._unscaled, self._stepped, self._stale):
             seen.clear()
         super().update(new_scale)
+
+
+class _Held:
+    """The gradients that this rank holds of an optimizer's, as torch looks through them: writing to them writes to the optimizer's."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        held = []
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    stand_in = local_part(p.detach())
+                    stand_in.grad = local_part(p.grad)
+                    held.append(stand_in)
+        self.param_groups = [{"params": held}]
 
 
 def step_and_tell(

@@ -1,24 +1,29 @@
-"""What every strategy must keep, as a test class; `acc_plugins.testing` is its front door."""
+"""What every strategy must keep, as a test class; `acc_plugins.testing` is its front door, and `contract_base.py` tells what to override."""
 
 from __future__ import annotations
 
-import functools
-from contextlib import nullcontext
+import json
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
 
 from acc_ops.collectives import barrier
-from acc_ops.testing import run_threads
-from acc_ops.world import World, current_world
+from acc_ops.environment import parse_choice_from_env
+from acc_ops.optional import is_available
+from acc_plugins.options.kwargs import GradScalerKwargs
 from acc_plugins.outcome import StepOutcome
 from acc_plugins.precisions.precision import Precision
+from acc_plugins.strategies.contract_base import ContractBase
+from acc_plugins.strategies.contract_samples import copied
+from acc_plugins.strategies.registry import choose_precision
 from acc_plugins.strategies.strategy import Bundle, Strategy
+from acc_plugins.support import record_run
 
-_FEATURES, _PER_RANK = 5, 4  # samples per rank: two micro-batches of two
+_STEPS = 10
+_NEAR = 0.05  # of a loss in low precision, against float32
 
 
 class SkippingPrecision(Precision):
@@ -28,31 +33,19 @@ class SkippingPrecision(Precision):
         return StepOutcome(False, None)
 
 
-class StrategyContract:
-    """Prepare keeps order; two micro-batches equal one big batch; clip returns the true norm; a skipped step says so; save, load and
-    go on as if nothing had happened; unwrap gives the original back. All of it in float64, against plain torch on the whole batch."""
-
-    size: ClassVar[int] = 1
-    device: ClassVar[str] = "cpu"
-    rtol: ClassVar[float] = 1e-9
-
-    def make_strategy(self, world: World, precision: Precision) -> Strategy:
-        """The strategy under test, for one rank."""
-        raise NotImplementedError
-
-    def on_ranks(self, check: str, *args: Any) -> None:
-        """Run the method called `check` on every rank."""
-        run_threads(self.size, lambda: getattr(self, check)(*args), device=self.device)
-
-    def strategy(self, precision: Precision | None = None) -> Strategy:
-        """A new one for the current rank."""
-        return self.make_strategy(current_world(), precision or Precision())
+class StrategyContract(ContractBase):
+    """Prepare keeps order; two micro-batches equal one big batch; ten steps equal plain torch's, losses and gradients; clip returns the true
+    norm; a skipped step says so; save, load and go on as if nothing had happened, also under another strategy; unwrap gives the
+    original back. All of it in float64, against plain torch on the whole batch. Then the same training in every precision."""
 
     def test_prepare_keeps_the_order_and_every_parameter_its_optimizer(self) -> None:
         self.on_ranks("check_prepare")
 
     def test_two_micro_batches_equal_one_big_batch(self) -> None:
         self.on_ranks("check_micro_batches")
+
+    def test_ten_steps_equal_plain_torch_in_float64_losses_and_gradients(self) -> None:
+        self.on_ranks("check_ten_steps")
 
     def test_clip_norm_returns_the_true_norm_and_clips_to_it(self) -> None:
         self.on_ranks("check_clip_norm")
@@ -72,6 +65,10 @@ class StrategyContract:
     def test_tied_weights_stay_tied_through_save_and_load(self, tmp_path: Path) -> None:
         self.on_ranks("check_tied_weights", str(tmp_path))
 
+    def test_a_run_that_another_strategy_began_goes_on(self, tmp_path: Path) -> None:
+        self.on_ranks("check_save_and_leave", str(tmp_path))
+        self.on_ranks("check_take_over", str(tmp_path))
+
     def test_unwrap_gives_the_original_back_and_state_has_its_names(self) -> None:
         self.on_ranks("check_unwrap")
 
@@ -84,9 +81,12 @@ class StrategyContract:
     def test_without_sync_keeps_gradients_on_their_rank_until_they_are_synchronised(self) -> None:
         self.on_ranks("check_sync")
 
+    def test_every_precision_trains_near_float32_and_skips_overflows_on_all_ranks(self) -> None:
+        self.on_ranks("check_precisions")
+
     def check_prepare(self) -> None:
         strategy = self.strategy()
-        models = [_model(seed) for seed in range(3)]
+        models = [self.model(seed) for seed in range(3)]
         optimizers: list[Any] = [
             torch.optim.SGD(model.parameters(), lr=0.1 * i) for i, model in enumerate(models, 1)
         ]
@@ -104,19 +104,33 @@ class StrategyContract:
 
     def check_micro_batches(self) -> None:
         strategy, model, optimizer = self._prepared()
-        reference = _Reference(strategy)
+        reference = self._reference()
         for _ in range(3):
-            _accumulate(strategy, model)
+            self._accumulate(strategy, model)
             strategy.step(optimizer)
             optimizer.zero_grad()
             reference.step()
-        self._assert_close(strategy.state(model), reference.model.state_dict())
+        self._assert_state(strategy, model, reference.model.state_dict())
+
+    def check_ten_steps(self) -> None:
+        strategy, model, optimizer = self._prepared(adam=True)
+        reference = self._reference(adam=True)
+        for step in range(_STEPS):
+            got = self._accumulate(strategy, model)
+            expected = reference.backward()
+            if step == 0:
+                self._assert_close(self.whole_gradients(strategy, model), reference.gradients())
+            strategy.step(optimizer)
+            reference.optimizer.step()
+            optimizer.zero_grad()
+            self._assert_close({"loss": _doubles(got)}, {"loss": expected})
 
     def check_clip_norm(self) -> None:
         strategy, model, optimizer = self._prepared()
-        reference = _Reference(strategy)
-        _accumulate(strategy, model)
-        true_norm = reference.backward()
+        reference = self._reference()
+        self._accumulate(strategy, model)
+        reference.backward()
+        true_norm = reference.norm()
         limit = true_norm.item() / 4
         strategy.unscale(optimizer)
         norm = strategy.clip_norm((p for p in model.parameters()), limit)
@@ -124,28 +138,28 @@ class StrategyContract:
         strategy.step(optimizer)
         torch.nn.utils.clip_grad_norm_(reference.model.parameters(), limit)
         reference.optimizer.step()
-        self._assert_close(strategy.state(model), reference.model.state_dict())
+        self._assert_state(strategy, model, reference.model.state_dict())
 
     def check_clip_value(self) -> None:
         strategy, model, optimizer = self._prepared()
-        reference = _Reference(strategy)
-        _accumulate(strategy, model)
+        reference = self._reference()
+        self._accumulate(strategy, model)
         reference.backward()
         strategy.unscale(optimizer)
         strategy.clip_value(model.parameters(), 0.01)
         torch.nn.utils.clip_grad_value_(reference.model.parameters(), 0.01)
         strategy.step(optimizer)
         reference.optimizer.step()
-        self._assert_close(strategy.state(model), reference.model.state_dict())
+        self._assert_state(strategy, model, reference.model.state_dict())
 
     def check_step(self) -> None:
         strategy, model, optimizer = self._prepared()
-        _accumulate(strategy, model)
+        self._accumulate(strategy, model)
         assert strategy.step(optimizer) == StepOutcome(True, None)
 
         def closure() -> float:
             optimizer.zero_grad()
-            _accumulate(strategy, model)
+            self._accumulate(strategy, model)
             return 7.0
 
         outcome = strategy.step(optimizer, closure)
@@ -153,180 +167,160 @@ class StrategyContract:
 
     def check_skipped_step(self) -> None:
         strategy, model, optimizer = self._prepared(SkippingPrecision())
-        before = _copied(strategy.state(model))
-        _accumulate(strategy, model)
+        before = copied(strategy.state(model))
+        self._accumulate(strategy, model)
         assert not strategy.step(optimizer).ran
-        self._assert_close(strategy.state(model), before)
+        self._assert_state(strategy, model, before)
 
     def check_save_and_load(self, folder: str) -> None:
         for safe in (True, False):
             strategy, model, optimizer = self._prepared(adam=True)
-            _train(strategy, model, optimizer, steps=2)
-            name = f"model_{int(safe)}"
-            strategy.save_model(model, strategy.state(model), folder, name, safe=safe)
-            strategy.save_optimizer(optimizer, folder, f"optimizer_{int(safe)}")
-            barrier(strategy.world)
-            expected = _train(strategy, model, optimizer, steps=2)
+            self._train(strategy, model, optimizer, steps=2)
+            name, optimizer_name = f"model_{int(safe)}", f"optimizer_{int(safe)}"
+            self._save(strategy, model, optimizer, folder, (name, optimizer_name), safe=safe)
+            expected = self._train(strategy, model, optimizer, steps=2)
 
             again, other, other_optimizer = self._prepared(adam=True, seed=99)
             again.load_model(other, folder, name)
-            again.load_optimizer(other_optimizer, folder, f"optimizer_{int(safe)}")
-            assert _train(again, other, other_optimizer, steps=2) == expected
+            again.load_optimizer(other_optimizer, folder, optimizer_name)
+            assert self._train(again, other, other_optimizer, steps=2) == expected
             file = f"{name}.safetensors" if safe else f"pytorch_{name}.bin"
-            assert Path(folder, file).is_file(), file
+            assert not self.whole_files or Path(folder, file).is_file(), file
 
     def check_tied_weights(self, folder: str) -> None:
         strategy = self.strategy()
-        (model,) = strategy.prepare(Bundle(models=[_Tied()])).models
-        expected = _copied(strategy.state(model))
-        strategy.save_model(model, strategy.state(model), folder, "model")
+        (model,) = strategy.prepare(Bundle(models=[self.tied_model()])).models
+        expected = copied(strategy.state(model))
+        strategy.save_model(model, strategy.state_for_hooks(model), folder, "model")
         barrier(strategy.world)
-        own = _Tied()
+        own = self.tied_model()
         (other,) = strategy.prepare(Bundle(models=[own])).models
         with torch.no_grad():
-            own.first.weight.zero_()
+            for p in own.parameters():
+                p.zero_()
         strategy.load_model(other, folder, "model")
-        self._assert_close(strategy.state(other), expected)
-        assert own.first.weight is own.second.weight
+        self._assert_state(strategy, other, expected)
+        assert len(list(strategy.unwrap(other).parameters())) == 1
+
+    def check_save_and_leave(self, folder: str) -> None:
+        """Train, save, and note in `expected.json` how the run goes on, for `check_take_over` of this contract or of another strategy's."""
+        strategy, model, optimizer = self._prepared(adam=True)
+        self._train(strategy, model, optimizer, steps=3)
+        self._save(strategy, model, optimizer, folder, ("model", "optimizer"))
+        losses = self._train(strategy, model, optimizer, steps=3)
+        if strategy.world.is_main:
+            Path(folder, "expected.json").write_text(json.dumps(losses))
+        barrier(strategy.world)
+
+    def check_take_over(self, folder: str) -> None:
+        """Load what `check_save_and_leave` of any contract left in `folder`, optimizer too, and go on as that run did."""
+        strategy, model, optimizer = self._prepared(adam=True, seed=99)
+        strategy.load_model(model, folder, "model")
+        strategy.load_optimizer(optimizer, folder, "optimizer")
+        losses = self._train(strategy, model, optimizer, steps=3)
+        expected = json.loads(Path(folder, "expected.json").read_text())
+        self._assert_close({"losses": _doubles(losses)}, {"losses": _doubles(expected)})
 
     def check_unwrap(self) -> None:
         strategy = self.strategy()
-        original = _model()
+        original = self.model()
         names = list(original.state_dict())
         (model,) = strategy.prepare(Bundle(models=[original])).models
         assert strategy.unwrap(model) is original
         assert strategy.unwrap(original) is original
-        assert list(strategy.state(model)) == names
+        state = strategy.state(model)
+        assert list(state) == names or not strategy.world.is_main
         strategy.precision.unwrap(original)
-        assert type(original) is nn.Sequential
+        assert isinstance(original, nn.Sequential)
         strategy.close()
 
     def check_frozen_and_evaluation(self) -> None:
         strategy = self.strategy()
-        frozen = _model().requires_grad_(False)
+        frozen = self.model().requires_grad_(False)
         (prepared,) = strategy.prepare(Bundle(models=[frozen])).models
-        (judge,) = strategy.prepare(Bundle(models=[_model()], evaluation=True)).models
-        x, _ = _share(strategy.world)
-        assert prepared(x).shape == judge(x).shape
-        with strategy.without_sync(judge):
-            assert judge(x).dtype == torch.float64
+        (judge,) = strategy.prepare(Bundle(models=[self.model()], evaluation=True)).models
+        x, _ = self._share(strategy.world)
+        with torch.no_grad():
+            assert prepared(x).shape == judge(x).shape
+            with strategy.without_sync(judge):
+                assert judge(x).dtype == torch.float64
 
     def check_same_start(self) -> None:
         strategy = self.strategy()
-        (model,) = strategy.prepare(Bundle(models=[_model(seed=strategy.world.rank)])).models
-        self._assert_close(strategy.state(model), _model(seed=0).state_dict())
+        (model,) = strategy.prepare(Bundle(models=[self.model(seed=strategy.world.rank)])).models
+        self._assert_state(strategy, model, self.model(seed=0).state_dict())
 
     def check_sync(self) -> None:
         strategy, model, optimizer = self._prepared()
-        x, y = _share(strategy.world)
+        reference = self._reference()
+        reference.backward()
+        x, y = self._share(strategy.world)
+        if self.shows_local_gradients:
+            with strategy.without_sync(model):
+                strategy.backward(self.loss(model, x, y))
+            alone = _gradients_of_all_ranks(strategy, model)
+            assert strategy.world.size == 1 or not torch.allclose(alone[0], alone[-1])
+            optimizer.zero_grad()
         with strategy.without_sync(model):
-            loss = mse_loss(model(x), y)
-            strategy.backward(loss)
-        alone = _gradients_of_all_ranks(strategy, model)
-        assert strategy.world.size == 1 or not torch.allclose(alone[0], alone[-1])
-        optimizer.zero_grad()
-        with strategy.without_sync(model):
-            loss = mse_loss(model(x), y)
+            loss = self.loss(model, x, y)
             with strategy.sync_next_backward(model):
                 strategy.backward(loss)
-        together = _gradients_of_all_ranks(strategy, model)
-        self._assert_close({"gradient": together[0]}, {"gradient": alone.mean(0)})
-        self._assert_close({"gradient": together[0]}, {"gradient": together[-1]})
+        self._assert_close(self.whole_gradients(strategy, model), reference.gradients())
 
-    def _prepared(
-        self, precision: Precision | None = None, *, adam: bool = False, seed: int = 0
-    ) -> tuple[Strategy, nn.Module, Any]:
-        strategy = self.strategy(precision)
-        model = _model(seed)
-        optimizer: Any = (
-            torch.optim.Adam(model.parameters()) if adam else torch.optim.SGD(model.parameters(), lr=0.1)
-        )
-        got = strategy.prepare(Bundle(models=[model], optimizers=[optimizer]))
-        return strategy, got.models[0], got.optimizers[0]
+    def check_precisions(self) -> None:
+        for name in self.precisions:
+            if name != "fp8" or is_available("torchao"):
+                self.check_precision(name)
 
-    def _assert_close(self, got: Any, expected: Any) -> None:
-        assert list(got) == list(expected)
-        for name, value in expected.items():
-            torch.testing.assert_close(
-                got[name].cpu(),
-                value.cpu(),
-                rtol=self.rtol,
-                atol=self.rtol,
-                msg=functools.partial("{}: {}".format, name),
-            )
+    def check_precision(self, name: str) -> None:
+        """Ten steps come near float32's; what the model returns, its weights and gradients are float32; an overflow on one rank skips on all."""
+        scaling = (
+            GradScalerKwargs(init_scale=1024.0) if name == "fp16" else None
+        )  # the default overflows at first
+        precision = choose_precision(name, self.device, scaler_options=scaling)
+        strategy, model, optimizer = self._prepared(precision, dtype=torch.float32)
+        reference = self._reference(dtype=torch.float32)
+        x, _ = self._share(strategy.world, torch.float32)
+        losses, expected = [], []
+        for _ in range(_STEPS):
+            assert model(x).dtype == torch.float32
+            losses.append(self._accumulate(strategy, model, torch.float32))
+            strategy.unscale(optimizer)
+            expected.append(reference.backward().item())
+            self._assert_all_float32(optimizer)
+            outcome = strategy.step(optimizer)
+            assert outcome.ran
+            reference.optimizer.step()
+            optimizer.zero_grad()
+        near = 1e-4 if name == "no" else _NEAR
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=near, atol=near)
+        assert losses[-1] < losses[0]
+        if strategy.precision.scaler is not None:
+            self._overflow(strategy, model, optimizer, strategy.precision.scaler)
+        record = parse_choice_from_env("ACC_RECORD_RUNS", "")
+        if record and strategy.world.is_main:
+            record_run(record, strategy.name, name, self.device, torch.__version__.partition("+")[0])
 
-
-class _Reference:
-    """Plain torch in this process, on the batches of all ranks at once."""
-
-    def __init__(self, strategy: Strategy) -> None:
-        self.model = _model()
-        self.optimizer: Any = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        shares = [_share_of(rank) for rank in range(strategy.world.size)]
-        self.x, self.y = (torch.cat(part) for part in zip(*shares, strict=True))
-
-    def backward(self) -> Tensor:
-        """The gradients of the whole batch; their norm."""
-        self.optimizer.zero_grad()
-        mse_loss(self.model(self.x), self.y).backward()
-        return torch.stack([p.grad.norm() for p in self.model.parameters() if p.grad is not None]).norm()
-
-    def step(self) -> None:
-        self.backward()
-        self.optimizer.step()
-
-
-class _Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.first = nn.Linear(3, 3, bias=False)
-        self.second = nn.Linear(3, 3, bias=False)
-        self.second.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x))
-
-
-def _model(seed: int = 0) -> nn.Module:
-    generator = torch.Generator().manual_seed(seed)
-    model = nn.Sequential(nn.Linear(_FEATURES, 7), nn.Tanh(), nn.Linear(7, 1)).double()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype) / 2)
-    return model
-
-
-def _share_of(rank: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(100 + rank)
-    x = torch.randn(_PER_RANK, _FEATURES, generator=generator, dtype=torch.float64)
-    return x, x.square().sum(1, keepdim=True)
-
-
-def _share(world: World) -> tuple[Tensor, Tensor]:
-    x, y = _share_of(world.rank)
-    return x.to(world.device), y.to(world.device)
-
-
-def _accumulate(strategy: Strategy, model: nn.Module) -> float:
-    """Forward and backward of this rank's share in two micro-batches, the first without synchronising; the sum of the losses."""
-    x, y = _share(strategy.world)
-    total = 0.0
-    for i, (part, target) in enumerate(zip(x.chunk(2), y.chunk(2), strict=True)):
-        with strategy.without_sync(model) if i == 0 else nullcontext():
-            loss = mse_loss(model(part), target)
-            strategy.backward(loss, divisor=2)
-        total += loss.item()
-    return total
-
-
-def _train(strategy: Strategy, model: nn.Module, optimizer: Any, *, steps: int) -> list[float]:
-    losses = []
-    for _ in range(steps):
-        losses.append(_accumulate(strategy, model))
-        strategy.step(optimizer)
+    def _overflow(self, strategy: Strategy, model: nn.Module, optimizer: Any, scaler: Any) -> None:
+        before, scale = copied(strategy.state(model)), scaler.get_scale()
+        x, _ = self._share(strategy.world, torch.float32)
+        index, _ = self.data_place(strategy.world)
+        strategy.backward(model(x).sum() * (float("inf") if index == 0 else 1.0))
+        assert strategy.step(optimizer) == StepOutcome(False, None)
         optimizer.zero_grad()
-    return losses
+        self._assert_state(strategy, model, before)
+        scales = strategy.world.comm.all_gather_object(scaler.get_scale())
+        assert scales == [scale * scaler.get_backoff_factor()] * strategy.world.size, scales
+
+    def _assert_all_float32(self, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                assert p.dtype == torch.float32
+                assert p.grad is None or p.grad.dtype == torch.float32
+
+
+def _doubles(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def _gradients_of_all_ranks(strategy: Strategy, model: nn.Module) -> Tensor:
@@ -334,9 +328,5 @@ def _gradients_of_all_ranks(strategy: Strategy, model: nn.Module) -> Tensor:
     return strategy.world.comm.all_gather(flat)
 
 
-def _copied(state: Any) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in state.items()}
-
-
-def _ids(parameters: Any) -> list[int]:
+def _ids(parameters: Iterable[Any]) -> list[int]:
     return [id(p) for p in parameters]

@@ -13,6 +13,7 @@ from acc_ops.comm import TorchComm
 from acc_ops.world import World
 from acc_plugins.options.kwargs import DistributedDataParallelKwargs
 from acc_plugins.precisions.precision import Precision
+from acc_plugins.strategies.ddp_order import order_of, put_in_order
 from acc_plugins.strategies.placing import is_dispatched
 from acc_plugins.strategies.strategy import Bundle, Strategy
 
@@ -81,6 +82,16 @@ class DDPStrategy(Strategy):
         if isinstance(model, DistributedDataParallel) and not _still_learns(model):
             return model.no_sync()
         return super().without_sync(model)
+
+    def exchange_order(self, model: nn.Module) -> list[list[str]] | None:
+        """DDP's buckets, see `ddp_order`."""
+        return order_of(model, self.world) if isinstance(model, DistributedDataParallel) else None
+
+    def restore_exchange_order(self, model: nn.Module, order: list[list[str]] | None) -> bool:
+        """Give DDP the buckets of the saved run."""
+        if isinstance(model, DistributedDataParallel):
+            return put_in_order(model, order)
+        return order is None
 
     def sync_next_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Around a `backward` of this strategy whose forward ran under `without_sync`."""

@@ -18,39 +18,29 @@ from torch import Tensor, nn
 
 from acc_ops.world import World
 from acc_plugins.precisions.precision import Precision
-from acc_plugins.strategies.clip import unique_parameters
+from acc_plugins.strategies.clip import local_part, unique_parameters
 from acc_plugins.strategies.strategy import Bundle, Strategy
 
 
-class ReplicatedStrategy(Strategy):
-    """Data parallel over any Comm. Synchronises in `backward` of the strategy, not in a `loss.backward()` of the user's own."""
+class AveragingStrategy(Strategy):
+    """Averages the gradients of what it trains over the ranks of `averaging`, in `backward` of the strategy."""
 
-    name: ClassVar[str] = "replicated"
     synchronises: ClassVar[bool] = True
+    averaging: World  # who has another share of the data and the same weights
+    broadcast_buffers: bool = True
 
-    def __init__(
-        self,
-        world: World,
-        precision: Precision,
-        *,
-        broadcast_buffers: bool = True,
-        save_on_each_node: bool = False,
-    ) -> None:
+    def __init__(self, world: World, precision: Precision, *, save_on_each_node: bool = False) -> None:
         super().__init__(world, precision, save_on_each_node=save_on_each_node)
-        self.broadcast_buffers = broadcast_buffers
+        self.averaging = world
         self._training: list[weakref.ref[nn.Module]] = []  # in the order of prepare, the same on every rank
         self._held: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
-    def _prepare_model(self, model: nn.Module, bundle: Bundle) -> nn.Module:
-        model = super()._prepare_model(model, bundle)
-        if bundle.evaluation or not any(p.requires_grad for p in model.parameters()):
-            return model
-        self._check_same_layout(model)
+    def _begin_training(self, model: nn.Module) -> None:
+        """Every rank has the first one's weights from here on, and its gradients are averaged."""
         buffers = model.buffers() if self.broadcast_buffers else ()
-        self._from_rank_0([*model.parameters(), *buffers])
+        take_from_rank_0(self.averaging, [*model.parameters(), *buffers])
         if all(known() is not model for known in self._training):
             self._training.append(weakref.ref(model))
-        return model
 
     def without_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         return self._hold(model, self._held.get(model, 0) + 1)
@@ -70,54 +60,94 @@ class ReplicatedStrategy(Strategy):
     def backward(self, loss: Tensor, *, divisor: float = 1, **kwargs: Any) -> None:
         """Differentiate, then average the gradients of every training model that is not under `without_sync`."""
         super().backward(loss, divisor=divisor, **kwargs)
-        known = [model for ref in self._training if (model := ref()) is not None]
-        models = [model for model in known if not self._held.get(model, 0)]
+        if self.averaging.size == 1:
+            return
+        models = [model for model in self.training_models() if not self._held.get(model, 0)]
         if models:
-            self._average_gradients(p for model in models for p in model.parameters() if p.requires_grad)
+            trained = (p for model in models for p in model.parameters() if p.requires_grad)
+            average_gradients(self.averaging, trained)
             if self.broadcast_buffers:
-                self._from_rank_0([b for model in models if model.training for b in model.buffers()])
-
-    def _average_gradients(self, parameters: Iterable[Tensor]) -> None:
-        trained = unique_parameters(parameters)
-        for p in trained:
-            if p.grad is not None and p.grad.layout is not torch.strided:
-                raise ValueError(
-                    f"a gradient of shape {tuple(p.shape)} is sparse ({p.grad.layout}), which this strategy cannot average: build the layer "
-                    "with sparse=False, or train with DistributedDataParallel (processes instead of threads)"
+                take_from_rank_0(
+                    self.averaging, [b for model in models if model.training for b in model.buffers()]
                 )
-        has_gradient = torch.tensor([p.grad is not None for p in trained], dtype=torch.int32)
-        on_ranks = self.world.comm.all_reduce(has_gradient.to(self.world.comm.control_device)).tolist()
-        used = [p for p, count in zip(trained, on_ranks, strict=True) if count]
-        for p in used:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-        size = self.world.size
-        _coalesced(
-            [p.grad for p in used if p.grad is not None],
-            lambda flat: self.world.comm.all_reduce(flat).div_(size),
-        )
 
-    def _from_rank_0(self, tensors: list[Tensor]) -> None:
-        _coalesced(tensors, lambda flat: self.world.comm.broadcast(flat, 0))
-
-    def _check_same_layout(self, model: nn.Module) -> None:
-        """Raise the same ValueError on every rank when the ranks built different models."""
-        mine = [(name, tuple(t.shape), str(t.dtype)) for name, t in model.state_dict(keep_vars=True).items()]
-        everyone = self.world.comm.all_gather_object(mine)
-        for rank, theirs in enumerate(everyone):
-            if theirs != everyone[0]:
-                here, there = next(
-                    ((a, b) for a, b in zip(everyone[0], theirs, strict=False) if a != b),
-                    (f"{len(everyone[0])} weights", f"{len(theirs)} weights"),
-                )
-                raise ValueError(
-                    f"the ranks built different models: rank 0 has {here}, rank {rank} has {there}. Build the same model on every rank"
-                )
+    def training_models(self) -> list[nn.Module]:
+        """The models that were prepared for training and are alive."""
+        return [model for ref in self._training if (model := ref()) is not None]
 
     def close(self) -> None:
         super().close()
         self._training.clear()
         self._held.clear()
+
+
+class ReplicatedStrategy(AveragingStrategy):
+    """Data parallel over any Comm. Synchronises in `backward` of the strategy, not in a `loss.backward()` of the user's own."""
+
+    name: ClassVar[str] = "replicated"
+
+    def __init__(
+        self,
+        world: World,
+        precision: Precision,
+        *,
+        broadcast_buffers: bool = True,
+        save_on_each_node: bool = False,
+    ) -> None:
+        super().__init__(world, precision, save_on_each_node=save_on_each_node)
+        self.broadcast_buffers = broadcast_buffers
+
+    def _prepare_model(self, model: nn.Module, bundle: Bundle) -> nn.Module:
+        model = super()._prepare_model(model, bundle)
+        if bundle.evaluation or not any(p.requires_grad for p in model.parameters()):
+            return model
+        check_same_layout(self.world, model)
+        self._begin_training(model)
+        return model
+
+
+def average_gradients(world: World, parameters: Iterable[Tensor]) -> None:
+    """Average the gradients over all ranks, in place. One that only some ranks have counts as zero on the others.
+
+    Raises ValueError for a sparse gradient.
+    """
+    trained = unique_parameters(parameters)
+    for p in trained:
+        if p.grad is not None and p.grad.layout is not torch.strided:
+            raise ValueError(
+                f"a gradient of shape {tuple(p.shape)} is sparse ({p.grad.layout}), which this strategy cannot average: build the layer "
+                "with sparse=False, or train with DistributedDataParallel (processes instead of threads)"
+            )
+    has_gradient = torch.tensor([p.grad is not None for p in trained], dtype=torch.int32)
+    on_ranks = world.comm.all_reduce(has_gradient.to(world.comm.control_device)).tolist()
+    used = [p for p, count in zip(trained, on_ranks, strict=True) if count]
+    for p in used:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+    gradients = [local_part(p.grad) for p in used if p.grad is not None]
+    _coalesced(gradients, lambda flat: world.comm.all_reduce(flat).div_(world.size))
+
+
+def take_from_rank_0(world: World, tensors: list[Tensor]) -> None:
+    """Give `tensors` the values they have on rank 0, in place."""
+    _coalesced(
+        [local_part(tensor.detach()) for tensor in tensors], lambda flat: world.comm.broadcast(flat, 0)
+    )
+
+
+def check_same_layout(world: World, model: nn.Module) -> None:
+    """Raise the same ValueError on every rank when the ranks built different models."""
+    mine = [(name, tuple(t.shape), str(t.dtype)) for name, t in model.state_dict(keep_vars=True).items()]
+    everyone = world.comm.all_gather_object(mine)
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            here, there = next(
+                ((a, b) for a, b in zip(everyone[0], theirs, strict=False) if a != b),
+                (f"{len(everyone[0])} weights", f"{len(theirs)} weights"),
+            )
+            raise ValueError(
+                f"the ranks built different models: rank 0 has {here}, rank {rank} has {there}. Build the same model on every rank"
+            )
 
 
 def _coalesced(tensors: list[Tensor], exchange: Callable[[Tensor], Tensor]) -> None:

@@ -7,7 +7,6 @@ are called on every rank, also where only one rank writes, because sharded strat
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -18,15 +17,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-import acc_bigmodel  # lazy: what reads and writes files is loaded when it is first used
+from acc_ops.lazy import LazyModule
 from acc_ops.unwrap import extract_model_from_parallel
 from acc_ops.world import World
 from acc_plugins.outcome import StepOutcome
 from acc_plugins.precisions.precision import Precision
-from acc_plugins.strategies.clip import clip_norm, unique_parameters
+from acc_plugins.states.names import ParameterNames
+from acc_plugins.states.part import Part, TorchFilePart, WeightsPart
+from acc_plugins.strategies import clip
 from acc_plugins.strategies.placing import follow, place
 
 __all__ = ["Bundle", "StepOutcome", "Strategy"]
+
+files = LazyModule("acc_plugins.states.files")  # what reads files is loaded when it is first used
+read = LazyModule("acc_plugins.states.read")
+optimizers = LazyModule("acc_plugins.states.optimizers")
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()  # stateless, so one serves everybody
 _SEEDED = (torch.float32, torch.float64)
@@ -48,12 +53,14 @@ class Strategy:
 
     name: ClassVar[str] = "single"
     synchronises: ClassVar[bool] = False  # whether without_sync and sync_next_backward do anything
+    changes_modules_in_place: ClassVar[bool] = False  # a copy of a prepared model would not be one
 
     def __init__(self, world: World, precision: Precision, *, save_on_each_node: bool = False) -> None:
         """`save_on_each_node`: the first rank of every node writes, not only rank 0 (for disks that are not shared)."""
         self.world = world
         self.precision = precision
         self.save_on_each_node = save_on_each_node
+        self.names = ParameterNames()
         self._seeds: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
 
     # 1
@@ -62,9 +69,11 @@ class Strategy:
 
         Raises ValueError for a model that cannot be placed.
         """
+        self.names.note(bundle.models, bundle.optimizers)
         before = [p for model in bundle.models for p in model.parameters()]
         models = [self._prepare_model(model, bundle) for model in bundle.models]
         follow(bundle.optimizers, before, [p for model in models for p in model.parameters()])
+        self.names.add(models)
         return replace(
             bundle, models=models, optimizers=list(bundle.optimizers), schedulers=list(bundle.schedulers)
         )
@@ -115,13 +124,11 @@ class Strategy:
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float | str = 2.0
     ) -> Tensor:
         """Clip gradients (unscaled before by `unscale`) to a common norm of `max_norm`; the true global norm before clipping."""
-        return clip_norm(parameters, max_norm, norm_type)
+        return clip.clip_norm(parameters, max_norm, norm_type)
 
     def clip_value(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         """Clip every gradient element (unscaled before by `unscale`) to [-clip_value, clip_value]."""
-        having = [p for p in unique_parameters(parameters) if p.grad is not None]
-        if having:  # torch fails without any
-            torch.nn.utils.clip_grad_value_(having, clip_value)
+        clip.clip_value(parameters, clip_value)
 
     # 5
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> StepOutcome:
@@ -133,10 +140,26 @@ class Strategy:
         """All weights by the names the user's own module gives them; at least on rank 0."""
         return dict(self.unwrap(model).state_dict())
 
+    def state_for_hooks(self, model: nn.Module) -> Mapping[str, Any]:
+        """What hooks before a save are shown and `model_part` is given: the weights, in shards where they are saved in shards."""
+        return self.state(model)
+
+    def model_part(
+        self, model: nn.Module, state: Mapping[str, Any] | None, name: str, safe: bool = True
+    ) -> Part | None:
+        """`state` (the model's own when None) as it is written under `name`; None on a rank that writes nothing. Call it on every rank."""
+        if not self.writes:
+            return None
+        return WeightsPart(name=name, state=self.state(model) if state is None else state, safe=safe)
+
+    def optimizer_part(self, optimizer: Optimizer, name: str) -> Part | None:
+        """The optimizer's state as it is written under `name`; None on a rank that writes nothing. Call it on every rank."""
+        return TorchFilePart(name=name, state=optimizer.state_dict()) if self.writes else None
+
     def save_model(
         self,
         model: nn.Module,
-        state: Mapping[str, Tensor] | None,
+        state: Mapping[str, Any] | None,
         folder: str | Path,
         name: str,
         safe: bool = True,
@@ -145,11 +168,17 @@ class Strategy:
 
         Call it on every rank; only a rank that writes returns names.
         """
-        if not self.writes:
-            return []
-        return acc_bigmodel.save_weights(
-            self.state(model) if state is None else state, folder, name, safe=safe
-        )
+        part = self.model_part(model, state, name, safe)
+        return [] if part is None else part.write(folder)
+
+    def check_model(self, folder: str | Path, name: str) -> None:
+        """Whether `load_model` will find weights that can be read. FileNotFoundError where there are none; OSError, ValueError or RuntimeError
+        where they cannot be read."""
+        files.open_weights(folder, name)  # no tensor is read
+
+    def check_optimizer(self, folder: str | Path, name: str) -> None:
+        """The same for `load_optimizer`."""
+        optimizers.open_optimizer(folder, name)
 
     def load_model(
         self,
@@ -159,36 +188,37 @@ class Strategy:
         map_location: Any = "cpu",  # noqa: ARG002  for strategies that build new tensors
         strict: bool = True,
     ) -> Any:
-        """Load what `save_model` wrote under `name`, in either format; what `load_state_dict` returned.
+        """Load the weights called `name`, whatever strategy wrote them; what `load_state_dict` returned.
 
         The values go from the mapped file straight into the model's own tensors, wherever those are, so `map_location` changes nothing here.
-        Raises FileNotFoundError when there is no such file, and RuntimeError, naming them, for missing or unexpected weights when `strict`.
+        Raises FileNotFoundError when there is no such file, and RuntimeError, before anything is changed, naming missing or unexpected weights
+        (when `strict`) and those of another shape.
         """
-        weights = acc_bigmodel.load_weights(folder, name)
-        own = self.unwrap(model)
-        _add_tied(weights, own)
-        return own.load_state_dict(weights, strict=strict)
+        return read.load_weights(self.unwrap(model), files.open_weights(folder, name), strict)
 
     def save_optimizer(self, optimizer: Optimizer, folder: str | Path, name: str) -> list[str]:
         """Write the optimizer's state as `<name>.bin`; the file names written. Call it on every rank."""
-        if not self.writes:
-            return []
-        torch.save(optimizer.state_dict(), Path(folder, f"{name}.bin"))
-        return [f"{name}.bin"]
+        part = self.optimizer_part(optimizer, name)
+        return [] if part is None else part.write(folder)
 
     def load_optimizer(
         self, optimizer: Optimizer, folder: str | Path, name: str, map_location: Any = "cpu"
     ) -> None:
-        """Load what `save_optimizer` wrote under `name`. Raises ValueError for a file with more than plain data and tensors in it."""
-        file = Path(folder, f"{name}.bin")
-        try:
-            state = torch.load(file, map_location=map_location, weights_only=True)
-        except pickle.UnpicklingError as error:
-            raise ValueError(
-                f"{file} holds objects that torch does not load from an untrusted file: {error}. If you trust it, name their classes "
-                "with torch.serialization.add_safe_globals([...]) first"
-            ) from error
-        optimizer.load_state_dict(state)
+        """Load the state called `name`, whatever strategy wrote it. Raises FileNotFoundError when there is none, ValueError for another optimizer's
+        state and for a file with more than plain data and tensors in it."""
+        saved = optimizers.open_optimizer(folder, name)
+        optimizer.load_state_dict(
+            optimizers.state_to_load(saved, optimizer, self.names.of(optimizer), map_location)
+        )
+
+    def exchange_order(self, model: nn.Module) -> list[list[str]] | None:  # noqa: ARG002
+        """In which groups, by name, gradients are added up over the ranks, where that is chosen in training: a resumed run needs it to get the
+        same last digits. None: there is nothing to keep. Call it on every rank, between two steps."""
+        return None
+
+    def restore_exchange_order(self, model: nn.Module, order: list[list[str]] | None) -> bool:  # noqa: ARG002
+        """Add up as `exchange_order` told; whether that is what happens from now on. Call it on every rank."""
+        return order is None
 
     @property
     def writes(self) -> bool:
@@ -204,22 +234,4 @@ class Strategy:
     def close(self) -> None:
         """Let go of everything that was prepared."""
         self._seeds.clear()
-
-
-def _add_tied(weights: dict[str, Tensor], model: nn.Module) -> None:
-    """Give names that the file lacks the tensor of a name they are tied to in `model`: files keep a shared tensor once."""
-    own = model.state_dict()
-    missing = [name for name in own if name not in weights]
-    if not missing:
-        return
-    saved = {_memory(own[name]): name for name in weights if name in own}
-    for name in missing:
-        twin = saved.get(_memory(own[name]))
-        if twin is not None and own[name].numel():
-            weights[name] = weights[twin]
-
-
-def _memory(tensor: Any) -> Any:
-    if not isinstance(tensor, Tensor):
-        return id(tensor)
-    return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
+        self.names.clear()

@@ -1,0 +1,357 @@
+"""torch's FSDP, version 1: each wrapped block is one flat parameter of which every rank keeps a part.
+
+[Note: who has which parameter] torch flattens the parameters of a block into one `FlatParameter`. With `use_orig_params=True` the model still shows
+the original parameters, as views of this rank's part (empty where it has none of them), and optimizers keep them. With False it shows the flat
+one only, and an optimizer gets it in the place of the originals (`flat_optimizers.py`).
+
+[Note: where values come from] Every rank trains rank 0's weights, as with all strategies: they are sent before the model is wrapped, one tensor
+at a time. A rank whose model is on the meta device gets memory first. On an accelerator with `sync_module_states` torch does both, block by
+block, so that no rank ever holds the whole model; on a CPU torch refuses that.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+from acc_ops.comm import TorchComm
+from acc_ops.world import World
+from acc_plugins.options import fsdp_values
+from acc_plugins.options.fsdp import FullyShardedDataParallelPlugin
+from acc_plugins.precisions.precision import Precision
+from acc_plugins.strategies.checkpointing import checkpoint_block
+from acc_plugins.strategies.clip import unique_parameters
+from acc_plugins.strategies.flat_optimizers import ParameterPlaces
+from acc_plugins.strategies.placing import follow, place
+from acc_plugins.strategies.replicated import average_gradients, check_same_layout
+from acc_plugins.strategies.same_start import send_from_rank_0
+from acc_plugins.strategies.sharded import ShardedStrategy
+from acc_plugins.strategies.strategy import Bundle
+from acc_plugins.support import UnsupportedError
+
+logger = logging.getLogger(__name__)
+_HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+_LOW = (torch.float16, torch.bfloat16)
+
+
+class FSDP1Strategy(ShardedStrategy):
+    """FullyShardedDataParallel over the world's process group. Models of an evaluation bundle are not wrapped."""
+
+    name: ClassVar[str] = "fsdp1"
+    synchronises: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        world: World,
+        precision: Precision,
+        plugin: FullyShardedDataParallelPlugin,
+        *,
+        save_on_each_node: bool = False,
+    ) -> None:
+        """Raises ValueError for a plugin of version 2 and a world without torch.distributed, UnsupportedError for what a CPU cannot do."""
+        super().__init__(world, precision, save_on_each_node=save_on_each_node)
+        if plugin.fsdp_version != 1:
+            raise ValueError(
+                f"FSDP1Strategy needs fsdp_version=1, got {plugin.fsdp_version}: use FSDP2Strategy"
+            )
+        if not isinstance(world.comm, TorchComm):
+            raise ValueError(
+                f"FSDP needs a torch.distributed process group, but this world speaks through {type(world.comm).__name__}: use "
+                "ReplicatedStrategy there"
+            )
+        if world.device.type == "cpu" and plugin.cpu_offload.offload_params:
+            raise UnsupportedError(
+                "cpu_offload does not work with FSDP version 1 on a CPU (torch asks for an accelerator), where the shards are in CPU memory "
+                "already: leave cpu_offload (FSDP_OFFLOAD_PARAMS) out"
+            )
+        if plugin.state_dict_type.name == "LOCAL_STATE_DICT":
+            raise UnsupportedError(
+                "state_dict_type=LOCAL_STATE_DICT writes parts that fit only the same ranks, and torch does not load them: use SHARDED_STATE_DICT, "
+                "for which every rank writes its shards, too, and any number of ranks reads them"
+            )
+        self.plugin = plugin
+        self.state_dict_type = plugin.state_dict_type.name
+        self._group = world.comm.group
+        self._mesh = _nodes_mesh(world) if plugin.sharding_strategy in _HYBRID else None
+        # parameter -> the group over which its gradient is sharded; None: every rank has all of it
+        self._shared_by: Any = torch.utils.weak.WeakIdKeyDictionary()
+        self._ignored: weakref.WeakKeyDictionary[Any, list[Tensor]] = weakref.WeakKeyDictionary()
+        if precision.scaler is not None:
+            precision.scaler.agree = self._largest  # type: ignore[attr-defined]
+
+    # 1
+    def shard(self, bundle: Bundle) -> Bundle:
+        """Each model wrapped; optimizers with the parameters that are trained now.
+
+        Raises ValueError on every rank for ranks that built different models, weights without values, weights that are split already, and
+        optimizers that cannot follow.
+        """
+        before = [p for model in bundle.models for p in model.parameters()]
+        models = [self._placed(model, bundle) for model in bundle.models]
+        follow(bundle.optimizers, before, [p for model in models for p in model.parameters()])
+        places = ParameterPlaces(models)
+        if not bundle.evaluation:
+            fresh = [not isinstance(model, FullyShardedDataParallel) for model in models]
+            models = [self._wrap(model) if new else model for model, new in zip(models, fresh, strict=True)]
+            units = [_units(model) for model in models]
+            self._note_groups(unit for found in units for unit in found)
+            moved = [unit for found, new in zip(units, fresh, strict=True) if new for unit in found]
+            places.move(bundle.optimizers, moved)
+        return replace(
+            bundle, models=models, optimizers=list(bundle.optimizers), schedulers=list(bundle.schedulers)
+        )
+
+    def _placed(self, model: nn.Module, bundle: Bundle) -> nn.Module:
+        """`model` with rank 0's values, on the device and in the run's precision; not wrapped yet."""
+        if isinstance(model, FullyShardedDataParallel):
+            self.precision.wrap(model.module)
+            return model
+        if not bundle.evaluation:
+            _refuse_split(model)
+            check_same_layout(self.world, model)
+            if not self._torch_sends_weights:
+                self._take_values(model)
+        if bundle.place and not any(p.is_meta for p in model.parameters()):
+            model = place(model, self.world.device)
+        model = self.precision.wrap(model)
+        if self.precision.name != "no":
+            _keep_master_weights(model)
+        return model
+
+    @property
+    def _torch_sends_weights(self) -> bool:
+        return bool(self.plugin.sync_module_states) and self.world.device.type != "cpu"
+
+    def _take_values(self, model: nn.Module) -> None:
+        """Memory for what is on the meta device, then rank 0's values for everything."""
+        empty = next((name for name, t in _all_tensors(model) if t.is_meta), None)
+        first = self.world.comm.broadcast_object(empty)
+        own = self.plugin.param_init_fn
+        if first is not None and own in (None, fsdp_values.to_empty):
+            raise ValueError(
+                f"{first} of {type(model).__name__} is on the meta device on rank 0, too, so that no rank has its values: load the weights on "
+                "rank 0, or give param_init_fn, which makes them"
+            )
+        if empty is not None:
+            initialise = own if first is not None and own is not None else self._to_empty
+            ties = _ties(model)
+            for module in model.modules():
+                if any(t.is_meta for _, t in _own_tensors(module)):
+                    initialise(module)
+            _tie_again(ties)
+        send_from_rank_0([t for _, t in _all_tensors(model)], self.world)
+
+    def _to_empty(self, module: nn.Module) -> None:
+        module.to_empty(device=self.world.device, recurse=False)
+
+    def _note_groups(self, units: Iterable[Any]) -> None:
+        for unit in units:
+            handle = unit._handle
+            group = handle.process_group if handle.uses_sharded_strategy else None
+            for p in [handle.flat_param, *(handle.flat_param._params or ())]:
+                self._shared_by[p] = group
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        plugin = copy.copy(self.plugin)  # the policy is completed for this model only
+        plugin.set_auto_wrap_policy(model)
+        ignored = _ignored_modules(plugin.ignored_modules, model)
+        if plugin.activation_checkpointing and plugin.auto_wrap_policy is None:
+            logger.warning(
+                "activation_checkpointing has no effect without auto_wrap_policy: there are no blocks"
+            )
+        wrapped = FullyShardedDataParallel(
+            model,
+            process_group=None if self._mesh is not None else self._group,
+            sharding_strategy=plugin.sharding_strategy,
+            auto_wrap_policy=plugin.auto_wrap_policy,
+            backward_prefetch=plugin.backward_prefetch,
+            mixed_precision=plugin.mixed_precision_policy,
+            ignored_modules=ignored,
+            param_init_fn=plugin.param_init_fn if self._torch_sends_weights else None,
+            device_id=self.world.device,
+            sync_module_states=self._torch_sends_weights,
+            forward_prefetch=bool(plugin.forward_prefetch),
+            limit_all_gathers=plugin.limit_all_gathers,
+            use_orig_params=bool(plugin.use_orig_params),
+            cpu_offload=plugin.cpu_offload if plugin.cpu_offload.offload_params else None,
+            device_mesh=self._mesh,
+        )
+        apart = [p for module in ignored for p in module.parameters() if p.requires_grad]
+        if apart:
+            self._ignored[wrapped] = unique_parameters(apart)
+        if plugin.activation_checkpointing:
+            for unit in FullyShardedDataParallel.fsdp_modules(wrapped):
+                if unit is not wrapped:
+                    checkpoint_block(unit.module)
+        return wrapped
+
+    # 2
+    def without_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """`FullyShardedDataParallel.no_sync`: gradients stay whole on this rank, which costs their memory."""
+        return model.no_sync() if isinstance(model, FullyShardedDataParallel) else super().without_sync(model)
+
+    def sync_next_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Around a backward whose forward ran under `without_sync`."""
+        if isinstance(model, FullyShardedDataParallel):
+            return _synchronising(model)
+        return super().sync_next_backward(model)
+
+    # 3
+    def backward(self, loss: Tensor, *, divisor: float = 1, **kwargs: Any) -> None:
+        """Differentiate; torch averages and shards the gradients on the way, those of ignored modules are averaged afterwards."""
+        super().backward(loss, divisor=divisor, **kwargs)
+        due = [p for model, apart in self._ignored.items() if model._sync_gradients for p in apart]
+        if due:
+            average_gradients(self.world, due)
+
+    # 4
+    def clip_norm(
+        self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float | str = 2.0
+    ) -> Tensor:
+        """As torch's `clip_grad_norm_`, over any mix of models: parts count with those of the other ranks, whole gradients once."""
+        norm_type = float(norm_type)
+        unique = unique_parameters(parameters)
+        parts: dict[Any, list[Tensor]] = {
+            None: []
+        }  # group -> gradients; the same groups in the same order on every rank
+        for p in unique:
+            parts.setdefault(self._shared_by.get(p), []).extend([] if p.grad is None else [p.grad])
+        norms = []
+        with torch.no_grad():
+            for group, gradients in parts.items():
+                norms.append(self._norm(gradients, group, norm_type))
+            total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+            scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+            for gradients in parts.values():
+                for gradient in gradients:
+                    gradient.mul_(scale.to(gradient.device, gradient.dtype))
+        return total
+
+    def _norm(self, gradients: list[Tensor], group: Any, norm_type: float) -> Tensor:
+        """Over the ranks of `group`, in float32 at least."""
+        wide = [g if g.dtype == torch.float64 else g.float() for g in gradients if g.numel()]
+        kind = torch.float64 if any(g.dtype == torch.float64 for g in wide) else torch.float32
+        norm = torch.zeros((), dtype=kind, device=self.world.device)
+        if wide:
+            norms = [torch.linalg.vector_norm(g, norm_type).to(norm) for g in wide]
+            norm = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        if group is None:
+            return norm
+        norm = norm.double() if self.world.device.type == "cpu" else norm
+        if norm_type == float("inf"):
+            dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=group)
+            return norm
+        summed = norm**norm_type
+        dist.all_reduce(summed, group=group)
+        return summed ** (1.0 / norm_type)
+
+    def _largest(self, flag: Tensor) -> None:
+        self.world.comm.all_reduce(flag, "max")
+
+    # 8
+    def close(self) -> None:
+        super().close()
+        self._ignored.clear()
+        self._shared_by.clear()
+
+
+def _nodes_mesh(world: World) -> Any:
+    """Shards within a node, copies between nodes."""
+    sizes = world.comm.all_gather_object(world.local_size)
+    if len(set(sizes)) > 1 or world.size % sizes[0]:
+        raise ValueError(
+            f"HYBRID_SHARD needs the same number of ranks on every node, got nodes of {sorted(set(sizes))} among {world.size} ranks: start "
+            "as many everywhere, or use FULL_SHARD"
+        )
+    shape = (world.size // sizes[0], sizes[0])
+    return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def _units(model: nn.Module) -> list[Any]:
+    """The FSDP modules in `model` that have parameters."""
+    return [unit for unit in FullyShardedDataParallel.fsdp_modules(model) if unit._handle is not None]
+
+
+@contextmanager
+def _synchronising(model: nn.Module) -> Iterator[None]:
+    units: list[Any] = FullyShardedDataParallel.fsdp_modules(model)
+    before = {unit: unit._sync_gradients for unit in units}
+    for unit in before:
+        unit._sync_gradients = True
+    try:
+        yield
+    finally:
+        for unit, flag in before.items():
+            unit._sync_gradients = flag
+
+
+def _refuse_split(model: nn.Module) -> None:
+    split = next((name for name, p in model.named_parameters() if hasattr(p, "device_mesh")), None)
+    if split is not None:
+        raise ValueError(
+            f"{split} of {type(model).__name__} is split already (a DTensor), which FSDP version 1 does not shard: use fsdp_version=2"
+        )
+
+
+def _keep_master_weights(model: nn.Module) -> None:
+    """Weights that are trained in mixed precision are float32; all of them, since the parameters of a block have one dtype."""
+    low = next((name for name, p in model.named_parameters() if p.requires_grad and p.dtype in _LOW), None)
+    if low is None:
+        return
+    logger.warning(
+        "%s and others of %s become float32: mixed precision computes in fewer bits from those",
+        low,
+        type(model).__name__,
+    )
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dtype in _LOW:
+                p.data = p.data.float()
+
+
+def _ignored_modules(said: Any, model: nn.Module) -> list[nn.Module]:
+    """Those of `model` that the plugin leaves out: by a regular expression for whole names, or by themselves."""
+    if said is None:
+        return []
+    if isinstance(said, str):
+        return [module for name, module in model.named_modules() if name and re.fullmatch(said, name)]
+    wanted = {id(module) for module in said}
+    return [module for module in model.modules() if id(module) in wanted]
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for held in (module._parameters, module._buffers):
+        yield from ((name, t) for name, t in held.items() if t is not None)
+
+
+def _all_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Where parameters stand that several modules share."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                places.setdefault(id(p), []).append((module, name))
+    return [found for found in places.values() if len(found) > 1]
+
+
+def _tie_again(ties: list[list[tuple[nn.Module, str]]]) -> None:
+    for (module, name), *others in ties:
+        for other, other_name in others:
+            other._parameters[other_name] = module._parameters[name]

@@ -1,0 +1,193 @@
+"""torch's FSDP, version 2: every parameter is a DTensor of which each rank keeps its shard, gathered where it is computed with.
+
+[Note: which optimizer has which parameter] `fully_shard` makes new parameters. An optimizer that was built before `prepare` is given those in the place of
+the old ones, in the same groups, with its state sharded alike; which optimizers and models come together in one `prepare`, and in which order,
+does not matter.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from acc_ops.collectives import barrier
+from acc_ops.comm import TorchComm
+from acc_ops.enums import FP8BackendType
+from acc_ops.world import World
+from acc_plugins.options.fsdp import FullyShardedDataParallelPlugin
+from acc_plugins.options.parallelism import ParallelismConfig
+from acc_plugins.precisions.precision import Precision
+from acc_plugins.strategies import fsdp_utils
+from acc_plugins.strategies.clip import is_dtensor
+from acc_plugins.strategies.fsdp2_mesh import shard_mesh
+from acc_plugins.strategies.fsdp2_optimizers import follow_shards, letting_go
+from acc_plugins.strategies.fsdp2_sharding import Sharding, uncompiled
+from acc_plugins.strategies.replicated import average_gradients
+from acc_plugins.strategies.sharded import ShardedStrategy
+from acc_plugins.strategies.strategy import Bundle
+from acc_plugins.support import UnsupportedError
+
+
+class FSDP2Strategy(ShardedStrategy):
+    """`fully_shard` over the world's process group, or over the axes of a mesh. Models of an evaluation bundle are not sharded."""
+
+    name: ClassVar[str] = "fsdp2"
+    synchronises: ClassVar[bool] = True
+    changes_modules_in_place: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        world: World,
+        precision: Precision,
+        plugin: FullyShardedDataParallelPlugin,
+        *,
+        mesh: DeviceMesh | None = None,
+        parallelism: ParallelismConfig | None = None,
+        save_on_each_node: bool = False,
+    ) -> None:
+        """`mesh` has the axes of `parallelism`; without them models are sharded over all ranks.
+
+        Raises ValueError for a plugin of version 1, a world without torch.distributed, and fp8 weights that only rank 0 has read;
+        UnsupportedError on a CPU with a torch that cannot.
+        """
+        super().__init__(world, precision, save_on_each_node=save_on_each_node)
+        if plugin.fsdp_version != 2:
+            raise ValueError(
+                f"FSDP2Strategy needs fsdp_version=2, got {plugin.fsdp_version}: use FSDP1Strategy"
+            )
+        if not isinstance(world.comm, TorchComm):
+            raise ValueError(
+                f"FSDP needs a torch.distributed process group, but this world speaks through {type(world.comm).__name__}: use "
+                "ReplicatedStrategy there"
+            )
+        if world.device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+            raise UnsupportedError(
+                f"FSDP version 2 does not run on a CPU with torch {torch.__version__}, whose CPU streams cannot record events: install torch 2.13, "
+                "or give fsdp_version=1"
+            )
+        if precision.fp8_backend is FP8BackendType.AO and plugin.cpu_ram_efficient_loading:
+            raise ValueError(
+                "cpu_ram_efficient_loading does not work with mixed_precision='fp8' through torchao, whose weights are no plain tensors: turn "
+                "one of them off"
+            )
+        self.plugin = plugin
+        self.state_dict_type = plugin.state_dict_type.name
+        self.sharding = Sharding(
+            plugin=plugin,
+            world=world,
+            shards=shard_mesh(world, mesh, parallelism),
+            mesh=mesh,
+            parallelism=parallelism,
+            mixed_precision=precision.name,
+        )
+        self._became: Any = WeakTensorKeyDictionary()  # a parameter before it was sharded -> the DTensor
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._apart: weakref.WeakKeyDictionary[nn.Module, list[nn.Parameter]] = weakref.WeakKeyDictionary()
+        self._held: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        if precision.scaler is not None:
+            precision.scaler.agree = self._largest  # type: ignore[attr-defined]
+
+    # 1
+    def shard(self, bundle: Bundle) -> Bundle:
+        """Each model sharded, in place; optimizers, also those of an earlier `prepare`, with the new parameters."""
+        self._optimizers.update(bundle.optimizers)
+        for optimizer in bundle.optimizers:
+            follow_shards(optimizer, self._became)
+        with letting_go(self._optimizers, map(uncompiled, bundle.models)):
+            models = [self._prepare_model(model, bundle) for model in bundle.models]
+        return replace(
+            bundle, models=models, optimizers=list(bundle.optimizers), schedulers=list(bundle.schedulers)
+        )
+
+    def _prepare_model(self, model: nn.Module, bundle: Bundle) -> nn.Module:
+        inner = uncompiled(model)
+        if bundle.evaluation and not isinstance(inner, FSDPModule):
+            return super()._prepare_model(model, bundle)
+        before = {name: weakref.ref(p) for name, p in inner.named_parameters(remove_duplicate=False)}
+        self.precision.wrap(inner)
+        try:  # read there: projects replace it
+            made = fsdp_utils.fsdp2_prepare_model(self.as_accelerator(), model)
+        except BaseException:
+            self.precision.unwrap(inner)
+            raise
+        inner = uncompiled(made)
+        apart = []
+        for name, p in inner.named_parameters(remove_duplicate=False):
+            old = before[name]() if name in before else None
+            if old is not None and old is not p:  # an optimizer has it that was not prepared yet
+                self._became[old] = p
+            if p.requires_grad and not is_dtensor(p):
+                apart.append(p)
+        if apart:
+            self._apart[inner] = apart
+        return made
+
+    def as_accelerator(self) -> Any:
+        """What functions that take an accelerator ask of it."""
+        return SimpleNamespace(
+            state=SimpleNamespace(fsdp_plugin=self.plugin, mixed_precision=self.precision.name),
+            sharding=self.sharding,
+            world=self.world,
+            device=self.world.device,
+            is_fsdp2=True,
+            is_main_process=self.world.is_main,
+            process_index=self.world.rank,
+            num_processes=self.world.size,
+            mixed_precision=self.precision.name,
+            torch_device_mesh=self.sharding.mesh,
+            parallelism_config=self.sharding.parallelism,
+            wait_for_everyone=lambda: barrier(self.world),
+        )
+
+    # 2
+    def without_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Gradients stay whole on this rank inside, which costs their memory."""
+        inner = uncompiled(model)
+        return self._syncing(inner, False) if isinstance(inner, FSDPModule) else super().without_sync(model)
+
+    def sync_next_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Around a backward whose forward ran under `without_sync`."""
+        inner = uncompiled(model)
+        if isinstance(inner, FSDPModule):
+            return self._syncing(inner, True)
+        return super().sync_next_backward(model)
+
+    @contextmanager
+    def _syncing(self, model: Any, sync: bool) -> Iterator[None]:
+        before = self._held.get(model, 0)
+        self._held[model] = 0 if sync else before + 1
+        model.set_requires_gradient_sync(sync)
+        try:
+            yield
+        finally:
+            self._held[model] = before
+            model.set_requires_gradient_sync(not before)
+
+    # 3
+    def backward(self, loss: Tensor, *, divisor: float = 1, **kwargs: Any) -> None:
+        """Differentiate; torch averages and shards the gradients on the way, those of ignored modules are averaged afterwards."""
+        super().backward(loss, divisor=divisor, **kwargs)
+        due = [p for model, apart in self._apart.items() if not self._held.get(model, 0) for p in apart]
+        if due and self.world.size > 1:
+            average_gradients(self.world, due)
+
+    def _largest(self, flag: Tensor) -> None:
+        self.world.comm.all_reduce(flag, "max")
+
+    # 8
+    def close(self) -> None:
+        """Let go of everything that was prepared."""
+        super().close()
+        for known in (self._became, self._optimizers, self._apart, self._held):
+            known.clear()

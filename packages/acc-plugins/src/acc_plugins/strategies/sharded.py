@@ -1,0 +1,160 @@
+"""What every strategy shares whose weights are spread over ranks: their states, as files, and back.
+
+[Note: what a subclass writes] `shard(bundle)`: wrap the models, let the optimizers follow, keep the order. `prepare` calls it, and remembers by
+what names the parameters of each optimizer were known before it. `state_dict_type` says how states are written: "FULL_STATE_DICT" (one file, by
+rank 0) or "SHARDED_STATE_DICT" (a folder, every rank its shards). The rest is here: parameters may be DTensors, FSDP1's flat parameters,
+plain tensors that every rank has whole, or a mix. What is loaded may have been written by any strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from acc_ops.lazy import LazyModule
+from acc_ops.regions import is_compiled_module
+from acc_ops.world import World
+from acc_plugins.precisions.precision import Precision
+from acc_plugins.states import fsdp1
+from acc_plugins.states.names import inner_optimizer, plain_name
+from acc_plugins.states.part import Part, TorchFilePart, WeightsPart
+from acc_plugins.states.sharded import ShardedPart, gathered
+from acc_plugins.strategies.strategy import Bundle, Strategy
+
+files = LazyModule("acc_plugins.states.files")  # what reads files is loaded when it is first used
+read = LazyModule("acc_plugins.states.read")
+optimizers = LazyModule("acc_plugins.states.optimizers")
+
+
+class ShardedStrategy(Strategy):
+    """Base of FSDP2Strategy, FSDP1Strategy and MeshStrategy."""
+
+    state_dict_type: str = "FULL_STATE_DICT"  # a strategy with a plugin sets it: plugin.state_dict_type.name
+    fsdp_files: bool = (
+        True  # FSDP's file names, and names in optimizer.bin; else those of a model that is whole
+    )
+
+    def __init__(self, world: World, precision: Precision, *, save_on_each_node: bool = False) -> None:
+        super().__init__(world, precision, save_on_each_node=save_on_each_node)
+
+    # 1
+    def prepare(self, bundle: Bundle) -> Bundle:
+        """As `shard` does it; the names of the optimizers' parameters are remembered."""
+        self.names.note(bundle.models, bundle.optimizers)
+        made = self.shard(bundle)
+        self.names.add(made.models)
+        return made
+
+    def shard(self, bundle: Bundle) -> Bundle:
+        """The models sharded and wrapped, the optimizers over their new parameters; order kept."""
+        raise NotImplementedError
+
+    # 6
+    def state(self, model: nn.Module) -> dict[str, Tensor]:
+        """All weights, whole and on the CPU, by the user's names, on the ranks that write; nothing on the others. Call it on every rank."""
+        return gathered(self.shards(model), self.writes) or {}
+
+    def shards(self, model: nn.Module) -> dict[str, Any]:
+        """The weights as they are: DTensors of which this rank has its shards, and plain tensors; FSDP1's are copies."""
+        module = self.module_with_states(model)
+        if fsdp1.has_fsdp1(module):
+            return fsdp1.weights(module)
+        detached: dict[int, Tensor] = {}  # what is one parameter stays one tensor
+        state: dict[str, Any] = {}
+        for name, value in module.state_dict(keep_vars=True).items():
+            if isinstance(value, Tensor):
+                value = detached.setdefault(id(value), value.detach())
+            state[plain_name(name)] = value
+        return state
+
+    def module_with_states(self, model: nn.Module) -> nn.Module:
+        """The module whose state dict has all weights by the user's names: FSDP1's own wrapper is needed for that, others are not."""
+        inner = model
+        while is_compiled_module(inner) or isinstance(inner, DistributedDataParallel):
+            inner = inner.module if isinstance(inner, DistributedDataParallel) else inner._orig_mod  # type: ignore[assignment]
+        return inner if fsdp1.has_fsdp1(inner) else self.unwrap(model)
+
+    def state_for_hooks(self, model: nn.Module) -> Mapping[str, Any]:
+        return self.shards(model) if self._in_shards else self.state(model)
+
+    def model_part(
+        self, model: nn.Module, state: Mapping[str, Any] | None, name: str, safe: bool = True
+    ) -> Part | None:
+        if state is None:
+            state = self.state_for_hooks(model)
+        if self._in_shards:
+            return ShardedPart(name=files.fsdp_folder(name), state={"model": state})
+        if not self.writes:
+            return None
+        if self.fsdp_files:
+            return TorchFilePart(name=files.fsdp_weights(name), state=state)
+        return WeightsPart(name=name, state=state, safe=safe)
+
+    def optimizer_part(self, optimizer: Optimizer, name: str) -> Part | None:
+        if self._in_shards:
+            named = self.optimizer_shards(optimizer)
+            return ShardedPart(name=files.optimizer_folder(name), state={"optimizer": named})
+        state = (
+            self.optimizer_shards(optimizer) if self.fsdp_files else inner_optimizer(optimizer).state_dict()
+        )
+        whole = gathered(state, self.writes)
+        return TorchFilePart(name=name, state=whole) if self.writes else None
+
+    def optimizer_shards(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state of an optimizer by the names of its parameters, in shards."""
+        root = self._fsdp1_model(optimizer)
+        if root is not None:
+            return fsdp1.optimizer_state(root, inner_optimizer(optimizer))
+        named: dict[str, Any] = optimizers.state_by_name(optimizer, self.names.of(optimizer))
+        return named
+
+    def load_model(
+        self,
+        model: nn.Module,
+        folder: str | Path,
+        name: str,
+        map_location: Any = "cpu",  # noqa: ARG002
+        strict: bool = True,
+    ) -> Any:
+        """Load the weights called `name`, whatever strategy wrote them: each rank reads the slices that it has. Errors as of `Strategy.load_model`."""
+        store = files.open_weights(folder, name)
+        return read.load_weights(self.module_with_states(model), store, strict)
+
+    def load_optimizer(
+        self, optimizer: Optimizer, folder: str | Path, name: str, map_location: Any = "cpu"
+    ) -> None:
+        saved = optimizers.open_optimizer(folder, name)
+        names = self.names.of(optimizer)
+        root = self._fsdp1_model(optimizer)
+        if root is None:
+            state = optimizers.state_to_load(saved, optimizer, names, map_location)
+        else:
+            named = optimizers.state_to_load_by_name(saved, names)
+            state = fsdp1.optimizer_state_to_load(root, inner_optimizer(optimizer), named)
+        optimizer.load_state_dict(state)
+
+    @property
+    def _in_shards(self) -> bool:
+        if self.state_dict_type == "LOCAL_STATE_DICT":
+            raise ValueError(
+                "state_dict_type=LOCAL_STATE_DICT cannot be saved: its parts fit only the same ranks. Use SHARDED_STATE_DICT, which every rank "
+                "writes its shards into, too"
+            )
+        return self.state_dict_type == "SHARDED_STATE_DICT"
+
+    def _fsdp1_model(self, optimizer: Optimizer) -> nn.Module | None:
+        """The FSDP1 model whose parameters the optimizer has; None where it has none of one. ValueError for several models."""
+        models = [self.module_with_states(model) for model in self.names.models_of(optimizer)]
+        if not any(fsdp1.has_fsdp1(model) for model in models):
+            return None
+        if len(models) > 1:
+            raise ValueError(
+                f"{type(inner_optimizer(optimizer)).__name__} trains parameters of {len(models)} models, one of them under FSDP version 1, which can "
+                "save an optimizer of one model only: build one optimizer for each model, or use fsdp_version=2"
+            )
+        return models[0]
