@@ -2,7 +2,7 @@
 
 `hatch run isolation [NAME ...]`. For every package: build all wheels, make an empty virtual environment, install the wheel (siblings come
 from the wheels just built, the rest as declared), import every module of it, then add pytest and hypothesis and run the package's own
-tests from a folder outside the workspace.
+tests from a folder outside the workspace. As many packages at a time as there are cores.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import venv
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from build_packages import build
@@ -43,13 +44,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="acc-isolation-") as folder:
         work = Path(folder)
         build([], work / "wheels", sdist=False)
-        for package in chosen:
-            print(f"{package.name} {package.version}", flush=True)
-            try_alone(package, work)
+        shutil.copy(ROOT / "tools" / "pytest.ini", work)
+        # mostly waiting for installations and one-threaded tests, so one package a core
+        with ThreadPoolExecutor(min(len(chosen), os.cpu_count() or 1)) as pool:
+            for package, said in zip(chosen, pool.map(lambda one: try_alone(one, work), chosen), strict=True):
+                print(f"{package.name} {package.version}\n{said}", flush=True)
 
 
-def try_alone(package: Package, work: Path) -> None:
-    """Install, import and test one package in an environment of its own; ends the program when anything fails."""
+def try_alone(package: Package, work: Path) -> str:
+    """Install, import and test one package in an environment of its own, and what that printed; SystemExit, with it, when anything fails."""
     home = work / package.name
     venv.create(home, with_pip=True)
     python = home / ("Scripts" if sys.platform == "win32" else "bin") / "python"
@@ -57,29 +60,27 @@ def try_alone(package: Package, work: Path) -> None:
     (wheel,) = wheels.glob(f"{package.import_name}-{package.version}-*.whl")
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     _run([*pip, "--find-links", str(wheels), TORCH, str(wheel)], work)
-    _run([str(python), "-m", "pip", "check", "--disable-pip-version-check"], work, quiet=True)
-    _run([str(python), "-c", IMPORT_ALL, package.import_name], work)
+    _run([str(python), "-m", "pip", "check", "--disable-pip-version-check"], work)
+    imported = _run([str(python), "-c", IMPORT_ALL, package.import_name], work)
     _run([*pip, *TEST_TOOLS], work)
     alone = work / "source" / package.name  # what the source archive has beside src/
     shutil.copytree(package.folder / "tests", alone / "tests")
     for page in (*package.folder.glob("*.md"), *package.folder.glob("*.svg")):
         shutil.copy(page, alone)
-    config = work / "pytest.ini"
-    shutil.copy(ROOT / "tools" / "pytest.ini", config)
-    _run(
-        [str(python), "-m", "pytest", "-c", str(config), "--rootdir", str(alone), str(alone / "tests")], work
-    )
+    tests = ["-c", str(work / "pytest.ini"), "--rootdir", str(alone), str(alone / "tests")]
+    tested = _run([str(python), "-m", "pytest", *tests], work)
     shutil.rmtree(home)
+    return imported + tested
 
 
-def _run(command: list[str], folder: Path, quiet: bool = False) -> None:
+def _run(command: list[str], folder: Path) -> str:
     environment = {k: v for k, v in os.environ.items() if k not in {"PYTHONPATH", "VIRTUAL_ENV"}}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=quiet, text=True)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     if done.returncode:
-        shown = " ".join(command[:6])
-        raise SystemExit(
-            f"failed with {done.returncode}: {shown} ...\n{done.stdout or ''}{done.stderr or ''}"
-        )
+        raise SystemExit(f"failed with {done.returncode}: {' '.join(command[:6])} ...\n{done.stdout}")
+    return done.stdout
 
 
 if __name__ == "__main__":
