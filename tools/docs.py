@@ -31,6 +31,7 @@ VARIABLES = {  # that no option declares
     "ACCELERATE_INIT_INCLUDE_BUFFERS": "`init_empty_weights` leaves buffers without memory too",
     "ACCELERATE_LOG_LEVEL": "level of the loggers of `get_logger`",
     "ACC_COMPAT": "`import accelerate` means acc in this process and its children; `force`: in place of an installed accelerate",
+    "ACC_RECORD_RUNS": "file in which the strategy contract notes what passed: docs/support.md shows it",
     "ACC_TRY_FAKE_ACCELERATOR": "the fake accelerator of the tests is set up with a torch it was not tried with",
     "CLEARML_PROJECT": "project of the ClearML tracker",
     "CLEARML_TASK": "task of the ClearML tracker",

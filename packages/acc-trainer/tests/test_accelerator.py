@@ -139,10 +139,7 @@ def test_device_placement_is_checked_and_followed():
     [
         ("deepspeed_plugin", acc_plugins.DeepSpeedPlugin, "DeepSpeed"),
         ("deepspeed_plugins", lambda: {"a": acc_plugins.DeepSpeedPlugin()}, "DeepSpeed"),
-        ("fsdp_plugin", acc_plugins.FullyShardedDataParallelPlugin, "FSDP"),
         ("megatron_lm_plugin", acc_plugins.MegatronLMPlugin, "Megatron-LM"),
-        ("torch_tp_plugin", acc_plugins.TorchTensorParallelPlugin, "torch's tensor parallelism"),
-        ("parallelism_config", acc_plugins.ParallelismConfig, "the parallelism configuration"),
     ],
 )
 def test_a_built_plugin_of_an_engine_that_is_not_built_names_the_engine(argument, make, engine):
@@ -154,10 +151,10 @@ def test_a_built_plugin_of_an_engine_that_is_not_built_names_the_engine(argument
 
 
 def test_unbuilt_engines_are_refused_by_name():
-    with pytest.raises(ValueError, match=r"fsdp_plugin was given .* not built yet"):
-        Accelerator(fsdp_plugin=object())
-    with pytest.raises(ValueError, match="parallelism_config"):
-        Accelerator(parallelism_config=object())
+    with pytest.raises(ValueError, match=r"deepspeed_plugin was given .* not built yet"):
+        Accelerator(deepspeed_plugin=object())
+    with pytest.raises(ValueError, match="megatron_lm_plugin"):
+        Accelerator(megatron_lm_plugin=object())
 
 
 def test_contradicting_options_are_refused():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,8 +11,11 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
 from acc_ops.testing import run_threads
+from acc_ops.world import current_world
 from acc_plugins.options.dataloader import DataLoaderConfiguration
 from acc_trainer import Accelerator, DataLoaderDispatcher
+from acc_trainer.data.prepare import prepare_data_loader
+from acc_trainer.metrics import gather_for_metrics
 
 
 class Stream(IterableDataset):
@@ -37,6 +42,52 @@ def gathered(loader, *, ranks, collect=None, **options):
     results = run_threads(ranks, work)
     assert all(result == results[0] for result in results)
     return results[0]
+
+
+class Mesh:
+    """The part of a DeviceMesh that is asked: two shares of the samples, each of which two ranks have."""
+
+    mesh_dim_names = ("dp_replicate", "tp")
+    mesh = torch.arange(4).reshape(2, 2)
+
+    def __getitem__(self, name):
+        return self
+
+    def size(self):
+        return 2
+
+    def get_local_rank(self, name):
+        rank = current_world().rank
+        return rank // 2 if name.startswith("dp") else rank % 2
+
+
+@settings(max_examples=60)
+@given(size=st.integers(1, 20), share=st.integers(1, 3), dispatch=st.booleans(), objects=st.booleans())
+def test_ranks_that_share_their_samples_bring_them_in_once(size, share, dispatch, objects):
+    def work():
+        world = replace(current_world(), mesh=Mesh())
+        accelerator = Accelerator()
+        made = prepare_data_loader(
+            DataLoader(range(size), share),
+            device=world.device,
+            put_on_device=True,
+            dispatch_batches=dispatch,
+            torch_device_mesh=world.mesh,
+        )
+        made._grad_sync = accelerator.grad_sync
+        seen = []
+        for batch in made:
+            told = [f"{number}" for number in batch.tolist()] if objects else {"numbers": batch}
+            got = gather_for_metrics(told, accelerator.grad_sync, world)
+            seen += [int(text) for text in got] if objects else got["numbers"].tolist()
+            assert gather_for_metrics(batch[0] * 0 + 7, accelerator.grad_sync, world).tolist() in (
+                [7],
+                [7, 7],
+            )
+        return seen
+
+    results = run_threads(4, work)
+    assert results == [list(range(size))] * 4
 
 
 @settings(max_examples=120)

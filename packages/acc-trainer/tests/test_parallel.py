@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from acc_plugins import ParallelismConfig
+from acc_plugins import ParallelismConfig, TorchContextParallelConfig
 from acc_trainer import Accelerator, parallel
 
 RANKS = ("tensor_parallel_rank", "data_parallel_rank", "data_parallel_shard_rank")
@@ -65,8 +65,16 @@ def test_off_sequence_parallelism_leaves_the_loader():
     assert Accelerator().deepspeed_ulysses_dl_adapter(loader, torch.nn.Linear(1, 1)) is loader
 
 
-def test_on_what_is_not_built_yet_is_refused():
-    with pytest.raises(NotImplementedError, match=r"cp_size=2.*not built yet"):
-        parallel.maybe_context_parallel(with_axes(cp_size=2), None, None, None)
-    with pytest.raises(NotImplementedError, match=r"sp_size=2 for Linear.*not built yet"):
-        parallel.ulysses_loader(with_axes(sp_size=2), object(), torch.nn.Linear(1, 1))
+def test_a_model_that_was_not_prepared_has_no_attention_to_split():
+    accelerator = with_axes(sp_size=2)
+    accelerator.strategy = SimpleNamespace(unwrap=lambda model: model)
+    with pytest.raises(ValueError, match=r"sp_size=2.*this Linear was not prepared.*prepare\(model"):
+        parallel.ulysses_loader(accelerator, object(), torch.nn.Linear(1, 1))
+
+
+def test_passing_keys_round_is_for_accelerators():
+    accelerator = with_axes(cp_size=2, cp_handler=TorchContextParallelConfig("alltoall"))
+    accelerator.torch_device_mesh = SimpleNamespace(device_type="cpu")
+    accelerator._models = []
+    with pytest.raises(ValueError, match=r"'alltoall'.*does not run on the CPU: use 'allgather'"):
+        parallel.maybe_context_parallel(accelerator, None, None, None)

@@ -57,16 +57,18 @@ def test_another_precision_in_one_run_says_how_to_end_the_run():
 def test_a_variable_that_turns_an_unbuilt_engine_on_is_refused_instead_of_training_something_else(
     monkeypatch,
 ):
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ValueError, match=r"ACCELERATE_USE_FSDP is set: FSDP is not built yet, unset it"):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(
+        ValueError, match=r"ACCELERATE_USE_DEEPSPEED is set: DeepSpeed is not built yet, unset it"
+    ):
         Accelerator()
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "false")
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "false")
     Accelerator()
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     AcceleratorState()  # the run that is under way
 
 
-@pytest.mark.parametrize("name", ["deepspeed_plugin", "fsdp_plugin", "torch_tp_plugin", "megatron_lm_plugin"])
+@pytest.mark.parametrize("name", ["deepspeed_plugin", "megatron_lm_plugin"])
 def test_a_plugin_of_an_unbuilt_engine_is_refused_alike_by_both_doors(name):
     told = []
     for door in (Accelerator, AcceleratorState):

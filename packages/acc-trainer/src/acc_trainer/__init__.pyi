@@ -10,15 +10,20 @@ from acc_plugins.options.kwargs import DistributedDataParallelKwargs as Distribu
 from acc_plugins.options.kwargs import GradScalerKwargs as GradScalerKwargs
 from acc_plugins.options.kwargs import InitProcessGroupKwargs as InitProcessGroupKwargs
 from acc_plugins.options.kwargs import ProfileKwargs as ProfileKwargs
+from acc_plugins.options.project import CheckpointPolicy as CheckpointPolicy
 from acc_plugins.options.project import ProjectConfiguration as ProjectConfiguration
 
 from .__about__ import __version__ as __version__
 from .accelerator import Accelerator as Accelerator
 from .autocasting import get_mixed_precision_context_manager as get_mixed_precision_context_manager
 from .checkpoint import CheckpointError as CheckpointError
+from .checkpoint import CheckpointInfo as CheckpointInfo
+from .checkpoint import Checkpoints as Checkpoints
 from .checkpoint import is_whole as is_whole
+from .checkpoint import load_accelerator_state as load_accelerator_state
 from .checkpoint import load_state as load_state
 from .checkpoint import newest_whole as newest_whole
+from .checkpoint import save_accelerator_state as save_accelerator_state
 from .checkpoint import save_state as save_state
 from .data.adapter import DataLoaderAdapter as DataLoaderAdapter
 from .data.adapter import DataLoaderStateMixin as DataLoaderStateMixin
@@ -27,6 +32,7 @@ from .data.loader import DataLoaderShard as DataLoaderShard
 from .data.skipping import SkipDataLoader as SkipDataLoader
 from .data.position import LoaderPosition as LoaderPosition
 from .data.prepare import prepare_data_loader as prepare_data_loader
+from .data.prepare import rest_of_epoch as rest_of_epoch
 from .data.prepare import skip_first_batches as skip_first_batches
 from .data.samplers import SeedableRandomSampler as SeedableRandomSampler
 from .data.samplers import SkipBatchSampler as SkipBatchSampler

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from acc_plugins.options.dataloader import DataLoaderConfiguration
     from acc_plugins.options.kwargs import AutocastKwargs, ProfileKwargs
     from acc_plugins.options.project import ProjectConfiguration
+    from acc_trainer.checkpoint import Checkpoints
     from acc_trainer.timing import StepTimer
     from acc_trainer.tracking.tracker import GeneralTracker
 
@@ -82,14 +83,14 @@ class Accelerator(Views):
         deepspeed_plugins: Any = None,
         parallelism_config: Any = None,
     ) -> None:
-        setup.refuse_unbuilt(
-            deepspeed_plugin=deepspeed_plugin,
-            fsdp_plugin=fsdp_plugin,
-            torch_tp_plugin=torch_tp_plugin,
-            megatron_lm_plugin=megatron_lm_plugin,
-            deepspeed_plugins=deepspeed_plugins,
-            parallelism_config=parallelism_config,
-        )
+        plugins = {
+            "deepspeed_plugin": deepspeed_plugin,
+            "fsdp_plugin": fsdp_plugin,
+            "torch_tp_plugin": torch_tp_plugin,
+            "megatron_lm_plugin": megatron_lm_plugin,
+            "parallelism_config": parallelism_config,
+        }
+        setup.check_plugins(deepspeed_plugins=deepspeed_plugins, **plugins)
         self.grad_sync = setup.count_of_steps(gradient_accumulation_steps, gradient_accumulation_plugin)
         self.project_configuration = setup.project_of(project_dir, project_config)
         split = None if split_batches is _UNSET else split_batches
@@ -103,6 +104,7 @@ class Accelerator(Views):
             dynamo=self.dynamo_plugin,
             handlers=self._handlers,
             save_on_each_node=self.project_configuration.save_on_each_node,
+            plugins=plugins,
         )
         self.gradient_state = gradient_state.GradientState.of(self.grad_sync)
         self.device_placement = device_placement
@@ -116,8 +118,12 @@ class Accelerator(Views):
         self._schedulers: list[Any] = []
         self._dataloaders: list[Any] = []
         self._custom_objects: list[Any] = []
+        self._checkpoint_names: Any = None  # made when the first name is given
         self._save_model_state_pre_hook: OrderedDict[int, Callable[..., None]] = OrderedDict()
         self._load_model_state_pre_hook: OrderedDict[int, Callable[..., None]] = OrderedDict()
+        self._background: Any = (
+            None  # what saves beside the training, from the first save that does not block
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         return self
@@ -159,6 +165,10 @@ class Accelerator(Views):
         """The loader without its first batches, for a resumed epoch; see `acc_trainer.data.prepare`."""
         return data.skip_first_batches(dataloader, num_batches)
 
+    def rest_of_epoch(self, dataloader: Any) -> Any:
+        """A prepared loader without what the loaded checkpoint has seen of the epoch, at any number of processes; see `acc_trainer.data.prepare`."""
+        return data.rest_of_epoch(dataloader)
+
     def verify_device_map(self, model: nn.Module) -> bool:
         """Whether some module of `model` was dispatched over more than one place."""
         return preparing.has_device_map(model)
@@ -171,6 +181,8 @@ class Accelerator(Views):
 
     def free_memory(self, *objects: Any) -> list[Any]:
         """Forget everything that was prepared, and return a None for each object: `model, optimizer = free_memory(model, optimizer)`."""
+        if self._background is not None:
+            self._background.release()
         for shelf in (self._models, self._optimizers, self._schedulers, self._dataloaders):
             shelf.clear()
         self.strategy.close()
@@ -318,9 +330,18 @@ class Accelerator(Views):
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
     ) -> str:
-        """Write a checkpoint of everything prepared and registered, whole or not at all; its folder."""
+        """Write a checkpoint of everything prepared and registered, whole or not at all; its folder.
+
+        `blocking=False`: copy everything and write the copy beside the training; `metric`: how good the run is now; `wait_s`: how long rank 0
+        waits for the others. CheckpointError when a rank fails, and when an earlier save beside the training did.
+        """
         folder: str = checkpoint.save_state(self, output_dir, safe_serialization, **save_model_func_kwargs)
         return folder
+
+    def wait_for_save(self) -> None:
+        """Return when what `save_state(blocking=False)` promised is on the disk. CheckpointError, naming the folder, when it failed."""
+        if self._background is not None:
+            self._background.wait()
 
     def load_state(
         self,
@@ -331,9 +352,22 @@ class Accelerator(Views):
         """Go back to a checkpoint: the folder given, or the newest whole one with automatic naming."""
         checkpoint.load_state(self, input_dir, load_kwargs, **load_model_func_kwargs)
 
-    def register_for_checkpointing(self, *objects: Any) -> None:
-        """Objects with `state_dict` and `load_state_dict` that checkpoints shall hold too; `ValueError` for others."""
-        self._custom_objects.extend(saving.checkpointable(objects))
+    def checkpoints(self, folder: str | os.PathLike[str] | None = None) -> Checkpoints:
+        """What checkpoints lie in `folder`, or with automatic naming in the project's: step, age, size, whole or why not. It prints as a table."""
+        found: Checkpoints = checkpoint.look_in_project(self.project_configuration, folder)
+        return found
+
+    def register_for_checkpointing(self, *objects: Any, **named: Any) -> None:
+        """Objects with `state_dict` and `load_state_dict` that checkpoints shall hold too, with a name or by their order; `ValueError` for others."""
+        self._custom_objects.extend(saving.checkpointable([*objects, *named.values()]))
+        checkpoint.give_names(self, named)
+
+    def name_for_checkpoints(self, **objects: Any) -> None:
+        """`name_for_checkpoints(generator=model)`: prepared or registered objects that a checkpoint finds by these names, whatever their order.
+
+        `ValueError` for an object that is neither, and for a name that is taken.
+        """
+        checkpoint.give_names(self, objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """`hook(models, weights, folder)` before a checkpoint is written; it may write itself and empty `weights`."""
@@ -368,6 +402,9 @@ class Accelerator(Views):
         return self._trackers.get(name, unwrap)
 
     def end_training(self) -> None:
-        """Finish the trackers and leave the process group."""
-        self._trackers.finish()
-        state.leave_run(self.state)
+        """Wait for a save in the background, finish the trackers and leave the process group. CheckpointError when that save failed."""
+        try:
+            self.wait_for_save()
+        finally:
+            self._trackers.finish()
+            state.leave_run(self.state)

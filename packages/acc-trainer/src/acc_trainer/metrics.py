@@ -12,7 +12,10 @@ from acc_ops.collectives import gather
 from acc_ops.tree import honor_type, leaves_with_paths, recursively_apply
 from acc_ops.world import World
 from acc_trainer.data.batch_rows import RowRule, is_array, is_list, is_plain
+from acc_trainer.data.shares import shares_of
 from acc_trainer.grad_sync import GradSync
+
+_ALL = -1  # the rows of a batch, however many there are
 
 
 def gather_for_metrics(data: Any, grad_sync: GradSync, world: World, use_gather_object: bool = False) -> Any:
@@ -23,6 +26,9 @@ def gather_for_metrics(data: Any, grad_sync: GradSync, world: World, use_gather_
     is a tuple of plain values (texts, as torch's collate makes them). The items of other tuples and the values of a mapping are joined each for
     itself, and other values become a list with one entry per rank. What is cut is said in `data/batch_rows.py`; with `use_gather_object` a list is
     always rows, whatever is in it.
+
+    Where layers or sequences are split, ranks have the same samples, and the first of them speaks for all: what each has of a sequence must be
+    joined before.
     """
     rows = _rows(grad_sync, world)
     if use_gather_object or not _all_tensors(data):
@@ -34,12 +40,16 @@ def gather_for_metrics(data: Any, grad_sync: GradSync, world: World, use_gather_
 
 
 def _rows(grad_sync: GradSync, world: World) -> tuple[int, int] | None:
-    """(rows of this rank's batch, those of them that are samples) where they differ on some rank."""
+    """(rows of this rank's batch, those of them that it brings in) where not every rank brings in all of its own.
+
+    Ranks that share their samples bring them in once.
+    """
     position: Any = grad_sync.loaders[-1] if grad_sync.loaders else None
+    shares = shares_of(world.mesh, world.rank, world.size)
     real, sizes = getattr(position, "real", None), getattr(position, "sizes", None)
-    if real is None or sizes is None or real == sizes or len(real) != world.size:
-        return None
-    return sizes[world.rank], real[world.rank]
+    if real is None or sizes is None or real == sizes or len(real) != shares.count:
+        return None if shares.count == world.size else (_ALL, _ALL if shares.speaks else 0)
+    return sizes[shares.mine], real[shares.mine] if shares.speaks else 0
 
 
 def _cut(tensor: torch.Tensor, size: int, real: int) -> torch.Tensor:
@@ -62,6 +72,8 @@ def _all_tensors(data: Any) -> bool:
 
 
 def _cut_objects(data: Any, size: int, real: int, lists_are_rows: bool) -> Any:
+    if real == _ALL:
+        return data
     if isinstance(data, torch.Tensor):
         return _cut(data, size, real)
     if isinstance(data, Mapping):

@@ -146,6 +146,13 @@ class AcceleratedOptimizer(Optimizer):
         """Whether the last `step` moved no weight."""
         return self._skipped
 
+    def _progress(self) -> dict[str, Any]:
+        """What schedules ask about, for a checkpoint."""
+        return {"updates": self._updates, "skipped": self._skipped}
+
+    def _take_progress(self, state: Mapping[str, Any]) -> None:
+        self._updates, self._skipped = int(state["updates"]), bool(state["skipped"])
+
     def train(self) -> None:
         """For optimizers that know it (schedule-free ones): the weights to train with."""
         if callable(method := getattr(self.optimizer, "train", None)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import acc_plugins.parallel  # lazy
 from acc_ops.logging import get_logger
 
 if TYPE_CHECKING:
@@ -30,26 +31,42 @@ def rank_along(accelerator: Views, axis: str) -> int:
 def maybe_context_parallel(
     accelerator: Accelerator, buffers: Any, buffer_seq_dims: Any, no_restore_buffers: Any
 ) -> AbstractContextManager[None]:
-    """Nothing, said once, while the context axis is not in use. Raises `NotImplementedError` where it is: the engine is not built yet."""
+    """`buffers` cut along their sequences, and the attention of prepared models over the whole of them; nothing, said once, while the context axis
+    is not in use. Raises `ValueError` for a length that the ranks do not divide."""
     config = accelerator.parallelism_config
-    if config is not None and config.cp_enabled:
-        raise NotImplementedError(
-            f"parallelism_config asks for cp_size={config.cp_size}, but the engine that splits sequences (issue 8) is not built yet in "
-            "acc: leave cp_size out"
-        )
-    if any(given is not None for given in (buffers, buffer_seq_dims, no_restore_buffers)):
-        logger.warning_once(
-            "maybe_context_parallel has no effect: cp_size of the Accelerator's parallelism_config is not above 1"
-        )
-    return nullcontext()
+    if config is None or not config.cp_enabled:
+        if any(given is not None for given in (buffers, buffer_seq_dims, no_restore_buffers)):
+            logger.warning_once(
+                "maybe_context_parallel has no effect: cp_size of the Accelerator's parallelism_config is not above 1"
+            )
+        return nullcontext()
+    reaches = [_reach(accelerator, model) for model in accelerator._models]
+    return acc_plugins.parallel.context_parallel(
+        accelerator.torch_device_mesh,
+        [reach for reach in reaches if reach is not None],
+        buffers or (),
+        buffer_seq_dims or (),
+        no_restore_buffers or (),
+        rotate=config.cp_handler.cp_comm_strategy,
+    )
 
 
 def ulysses_loader(accelerator: Accelerator, loader: Any, model: Any) -> Any:
-    """The same loader while the sequence axis is not in use. Raises `NotImplementedError` where it is: the engine is not built yet."""
+    """The loader with every batch cut along the sequence, for a prepared `model`; the same loader while the sequence axis is not in use.
+
+    Raises `ValueError` for a model that was not prepared.
+    """
     config = accelerator.parallelism_config
-    if config is not None and config.sp_enabled:
-        raise NotImplementedError(
-            f"parallelism_config asks for sp_size={config.sp_size} for {type(model).__name__}, but DeepSpeed's sequence parallelism "
-            "(issue 8) is not built yet in acc: leave sp_size out"
+    if config is None or not config.sp_enabled:
+        return loader
+    reach = _reach(accelerator, model)
+    if reach is None:
+        raise ValueError(
+            f"sp_size={config.sp_size} splits the attention of prepared models, and this {type(model).__name__} was not prepared: call "
+            "accelerator.prepare(model, ...) first"
         )
-    return loader
+    return acc_plugins.parallel.split_loader(loader, accelerator.torch_device_mesh, reach)
+
+
+def _reach(accelerator: Accelerator, model: Any) -> Any:
+    return acc_plugins.parallel.reach_of(accelerator.strategy.unwrap(model))

@@ -15,13 +15,13 @@ from torch.utils.data import DataLoader
 
 from acc_ops.enums import DynamoBackend
 from acc_ops.environment import parse_flag_from_env
-from acc_ops.regions import compile_regions, has_compiled_regions, is_compiled_module
+from acc_ops.regions import compile_regions, compile_regions_fsdp2, has_compiled_regions, is_compiled_module
 from acc_ops.unwrap import extract_model_from_parallel
-from acc_plugins.options.compile import TorchDynamoPlugin
 from acc_plugins.strategies.placing import place
 from acc_plugins.strategies.strategy import Bundle
 from acc_trainer.bundle import Given, held_in, sort_given
 from acc_trainer.data.prepare import is_prepared, prepare_data_loader
+from acc_trainer.data.shares import shares_of
 from acc_trainer.lomo import is_lomo, stepped_in_backward
 from acc_trainer.optimizer import AcceleratedOptimizer
 from acc_trainer.scheduler import AcceleratedScheduler, belongs_to
@@ -93,7 +93,7 @@ def _prepare_new(
     )
     made = accelerator.strategy.prepare(bundle)
     for at, model in zip(models, made.models, strict=True):
-        given.results[at] = _keep(accelerator._models, _compiled(model, accelerator.dynamo_plugin))
+        given.results[at] = _keep(accelerator._models, _compiled(accelerator, model))
         if evaluation:
             accelerator._only_evaluated.add(given.results[at])
     for at, optimizer in zip(optimizers, made.optimizers, strict=True):
@@ -238,12 +238,14 @@ def _keep(shelf: list[Any], thing: Any) -> Any:
     return thing
 
 
-def _compiled(model: nn.Module, plugin: TorchDynamoPlugin) -> Any:
+def _compiled(accelerator: Accelerator, model: nn.Module) -> Any:
+    plugin = accelerator.dynamo_plugin
     if plugin.backend is DynamoBackend.NO or is_compiled_module(model) or has_compiled_regions(model):
         return model
     arguments = plugin.to_kwargs()
     if plugin.use_regional_compilation:
-        return compile_regions(model, **arguments)
+        in_place = accelerator.strategy.changes_modules_in_place
+        return (compile_regions_fsdp2 if in_place else compile_regions)(model, **arguments)
     return torch.compile(model, **arguments)
 
 
@@ -279,7 +281,9 @@ def _bind_scheduler(accelerator: Accelerator, made: AcceleratedScheduler) -> Non
     if made._grad_sync is not None:  # one built by hand keeps what it was told
         made.step_with_optimizer = accelerator.step_scheduler_with_optimizer
         made.split_batches = accelerator.split_batches
-    made._bind(accelerator.grad_sync, accelerator.num_processes)
+    made._bind(
+        accelerator.grad_sync, shares_of(accelerator.torch_device_mesh, 0, accelerator.num_processes).count
+    )
 
 
 def _follow_optimizers(accelerator: Accelerator, made: AcceleratedScheduler) -> None:

@@ -98,6 +98,13 @@ class AcceleratedScheduler:
         """As the scheduler's."""
         self.scheduler.load_state_dict(state_dict)
 
+    def _progress(self) -> dict[str, Any]:
+        """Which updates the schedule has seen, for a checkpoint."""
+        return {"seen": list(self._seen)}
+
+    def _take_progress(self, state: Mapping[str, Any]) -> None:
+        self._seen = [int(count) for count in state["seen"]]
+
     def __getattr__(self, name: str) -> Any:
         if name == "scheduler":  # not there yet: half built, or being copied
             raise AttributeError(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +26,9 @@ from acc_plugins.options.kwargs import (
 from acc_plugins.options.project import ProjectConfiguration
 from acc_plugins.strategies.registry import choose_precision, choose_strategy
 from acc_plugins.strategies.strategy import Strategy
+from acc_trainer.engines import check_plugins as check_plugins
 from acc_trainer.grad_sync import GradSync
 from acc_trainer.gradient_state import sync_from_plugin
-from acc_trainer.launch.unbuilt import refuse_unbuilt as refuse_unbuilt
 from acc_trainer.state import AcceleratorState, is_initialized
 
 _HANDLERS: dict[type[KwargsHandler], str] = {
@@ -170,12 +170,21 @@ def join_run(
     dynamo: TorchDynamoPlugin,
     handlers: Handlers,
     save_on_each_node: bool,
+    plugins: Mapping[str, Any],
 ) -> tuple[AcceleratorState, Strategy]:
-    """Join the world and choose precision and strategy; called when every option was checked, so a bad one joins nothing."""
+    """Join the world and choose precision and strategy; called when every option was checked, so a bad one joins nothing.
+
+    `plugins` are the arguments of the Accelerator that ask for an engine, by name.
+    """
     init = handlers.init.to_kwargs() if handlers.init is not None else {}
     first = not is_initialized()
     state = AcceleratorState(
-        mixed_precision=mixed_precision, cpu=cpu, dynamo_plugin=dynamo, _from_accelerator=True, **init
+        mixed_precision=mixed_precision,
+        cpu=cpu,
+        dynamo_plugin=dynamo,
+        _from_accelerator=True,
+        **plugins,
+        **init,
     )
     try:
         precision = choose_precision(
@@ -184,9 +193,15 @@ def join_run(
             scaler_options=handlers.scaler,
             autocast_options=handlers.autocast,
             fp8_recipe=handlers.fp8,
+            gathers_in_fp8=state.is_fsdp2,
         )
         strategy = choose_strategy(
-            state.world, precision, ddp_options=handlers.ddp, save_on_each_node=save_on_each_node
+            state.world,
+            precision,
+            ddp_options=handlers.ddp,
+            fsdp=state.engines.fsdp,
+            parallelism=state.engines.parallelism,
+            save_on_each_node=save_on_each_node,
         )
     except BaseException:
         if first:  # the next Accelerator must be free to choose something that works

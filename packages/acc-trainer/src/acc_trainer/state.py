@@ -7,6 +7,8 @@ There is one such dict for a process. Where ranks are threads, each rank has its
 from __future__ import annotations
 
 import weakref
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,9 +17,18 @@ from acc_ops.comm import ThreadComm
 from acc_ops.devices import default_device, device_row, set_device
 from acc_ops.enums import DistributedType, PrecisionType
 from acc_ops.environment import parse_choice_from_env, parse_flag_from_env
-from acc_ops.world import World, bound_world, join_world, leave_world
+from acc_ops.world import World, bound_world, destroy_group, join_world, leave_world
 from acc_plugins.options.deepspeed_active import answer_with
-from acc_trainer.launch.unbuilt import refuse_unbuilt, refuse_unbuilt_variables
+from acc_trainer.engines import (
+    Engines,
+    check_plugins,
+    check_same,
+    environment_of,
+    given_engines,
+    group_of_one,
+    mesh_of,
+    with_variables,
+)
 from acc_trainer.processes import Processes
 
 
@@ -149,7 +160,8 @@ class AcceleratorState(Processes):
     """PartialState plus the precision and the plugins of the run; built by `Accelerator`.
 
     Attributes of a plugin that is not in use are absent, so `getattr(state, "fsdp_plugin", None)` works. Raises `ValueError` when it is
-    first built outside an Accelerator, and when a later one asks for another precision or for the CPU.
+    first built outside an Accelerator, when a later one asks for another precision, engine or for the CPU, and for engines that do not fit
+    together or do not fit the processes.
     """
 
     _shared_state = _SHOWN_RUN
@@ -168,32 +180,53 @@ class AcceleratorState(Processes):
         **kwargs: Any,
     ) -> None:
         self.__dict__ = self._shared_state
-        refuse_unbuilt(
-            deepspeed_plugin=deepspeed_plugin,
-            fsdp_plugin=fsdp_plugin,
-            torch_tp_plugin=torch_tp_plugin,
-            megatron_lm_plugin=megatron_lm_plugin,
-            parallelism_config=parallelism_config,
-        )
+        ours = {
+            "fsdp_plugin": fsdp_plugin,
+            "torch_tp_plugin": torch_tp_plugin,
+            "parallelism_config": parallelism_config,
+        }
+        check_plugins(deepspeed_plugin=deepspeed_plugin, megatron_lm_plugin=megatron_lm_plugin, **ours)
+        given = given_engines(**ours)
         if "_over" in self.__dict__ and _from_accelerator:
             _SHOWN_RUN.renew()
             PartialState._reset_state()
             self.__dict__ = self._shared_state
         if self.initialized:
             self._check_initialized(mixed_precision, cpu)
+            check_same(given, self.engines)
             return
         if not _from_accelerator:
             raise ValueError(
                 "AcceleratorState is built by Accelerator: make an Accelerator() first, or use PartialState()"
             )
-        refuse_unbuilt_variables()
+        engines = with_variables(given)
         partial = PartialState(cpu, **kwargs)
         self.__dict__.update(
             _partial=partial,
             _mixed_precision=precision_name(mixed_precision),
+            _world=partial.world,
             dynamo_plugin=dynamo_plugin,
-            parallelism_config=None,
+            parallelism_config=engines.parallelism,
         )
+        try:
+            self._take(engines, partial)
+        except BaseException:  # the next one must be free to choose something that works
+            self.__dict__.clear()
+            raise
+
+    def _take(self, engines: Engines, partial: PartialState) -> None:
+        """Show the engines, and the world with the mesh that they need."""
+        if engines.fsdp is not None:
+            self.__dict__.update(fsdp_plugin=engines.fsdp, distributed_type=DistributedType.FSDP)
+        if engines.parallelism is not None:
+            engines.parallelism._validate_accelerator(self)
+        alone = group_of_one(partial.world) if engines.need_a_group else None
+        if alone is not None:
+            self.__dict__["_without_group"] = dict(partial.__dict__)
+            partial.__dict__.update(_facts(alone, partial._cpu))
+        self.__dict__["_world"] = replace(partial.world, mesh=mesh_of(engines, self.device))
+        self.__dict__["_environment"] = stack = ExitStack()
+        stack.enter_context(environment_of(engines))
 
     def __repr__(self) -> str:
         return f"{self._partial!r}Mixed precision type: {self.mixed_precision}\n"
@@ -220,6 +253,8 @@ class AcceleratorState(Processes):
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
         """Forget everything; `reset_partial_state` forgets the PartialState too."""
+        _restore_environment(AcceleratorState._shared_state)
+        _leave_group_of_one(AcceleratorState._shared_state)
         AcceleratorState._shared_state.clear()
         if reset_partial_state:
             PartialState._reset_state()
@@ -231,9 +266,14 @@ class AcceleratorState(Processes):
 
     @property
     def world(self) -> World:
-        """The World behind this face."""
-        partial: PartialState = self._partial
-        return partial.world
+        """The World behind this face, with the mesh of the run."""
+        world: World = self.__dict__["_world"]
+        return world
+
+    @property
+    def engines(self) -> Engines:
+        """The plugins of this run."""
+        return Engines(fsdp=self.__dict__.get("fsdp_plugin"), parallelism=self.parallelism_config)
 
     @property
     def mixed_precision(self) -> str:
@@ -244,7 +284,8 @@ class AcceleratorState(Processes):
     @property
     def is_fsdp2(self) -> bool:
         """Whether models are sharded with FSDP2."""
-        return self.distributed_type == DistributedType.FSDP
+        plugin = self.__dict__.get("fsdp_plugin")
+        return plugin is not None and plugin.fsdp_version == 2
 
     @property
     def device_mesh(self) -> Any:
@@ -276,16 +317,37 @@ class AcceleratorState(Processes):
 
     def destroy_process_group(self, group: Any = None) -> None:
         """See `PartialState.destroy_process_group`."""
+        if group is None:
+            _leave_group_of_one(self.__dict__)
         self._partial.destroy_process_group(group)
+        if group is None and self.parallelism_config is not None:
+            self.parallelism_config._mesh = None  # its groups are gone
 
 
 def leave_run(state: AcceleratorState) -> None:
     """Leave the process group. What was built goes on showing the run that is over; the next Accelerator starts a new one."""
     if "_over" in state.__dict__:  # a newer run may have begun
         return
+    _restore_environment(state.__dict__)
     if not isinstance(state.world.comm, ThreadComm):
         state.destroy_process_group()
     state.__dict__["_over"] = True
+
+
+def _leave_group_of_one(shown: dict[str, Any]) -> None:
+    """Destroy the process group that was made for a process that is alone, which its PartialState forgets."""
+    before = shown.pop("_without_group", None)
+    if before is not None:
+        if torch.distributed.is_initialized():
+            destroy_group()
+        shown["_partial"].__dict__.update(before)
+
+
+def _restore_environment(shown: dict[str, Any]) -> None:
+    """Take away the variables that told other libraries of the run's engines."""
+    told = shown.pop("_environment", None)
+    if told is not None:
+        told.close()
 
 
 def precision_name(mixed_precision: Any) -> str:

@@ -31,7 +31,7 @@ class Counter:
         self.value = state["value"]
 
 
-def build_run(folder=None, *, seed=0, models=1, limit=None, custom=1):
+def build_run(folder=None, *, seed=0, models=1, limit=None, keep=None, custom=1):
     """A run in the current world; one that has made one optimizer step, so that there is state."""
     world = current_world()
     precision = Precision()
@@ -51,6 +51,7 @@ def build_run(folder=None, *, seed=0, models=1, limit=None, custom=1):
             project_dir=None if folder is None else str(folder),
             automatic_checkpoint_naming=folder is not None,
             total_limit=limit,
+            keep=keep,
             iteration=0,
         ),
         _models=nets,
@@ -60,6 +61,7 @@ def build_run(folder=None, *, seed=0, models=1, limit=None, custom=1):
         _custom_objects=[Counter() for _ in range(custom)],
         _save_model_state_pre_hook={},
         _load_model_state_pre_hook={},
+        _background=None,
     )
     advance(run)
     return run

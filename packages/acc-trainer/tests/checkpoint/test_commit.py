@@ -9,7 +9,8 @@ import pytest
 
 from acc_trainer.checkpoint import commit, layout
 from acc_trainer.checkpoint.layout import CheckpointError
-from acc_trainer.checkpoint.manifest import Manifest, check_whole, files_of, is_whole, newest_whole
+from acc_trainer.checkpoint.listing import newest_whole
+from acc_trainer.checkpoint.manifest import Manifest, check_whole, files_of, is_whole
 
 
 def _stage(target, text):

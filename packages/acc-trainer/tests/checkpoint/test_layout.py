@@ -32,6 +32,28 @@ def test_other_names_have_no_number(name):
     assert layout.number_of(name) is None
 
 
+@pytest.mark.parametrize(
+    "name", ["checkpoint_07", "checkpoint_-1", "checkpoint_\u0663", "checkpoint_" + "9" * 30]
+)
+def test_names_and_numbers_are_one_to_one(name):
+    assert layout.number_of(name) is None
+
+
+def test_every_file_of_a_checkpoint_is_known_as_one_and_others_are_not():
+    named = [*layout.weight_files("model"), *layout.weight_files("model_1"), layout.SCALER]
+    named += [layout.scheduler_file(1), layout.loader_file(2), layout.custom_file(0), layout.random_file(3)]
+    named += [layout.progress_file(0), layout.gradients_file(11), "optimizer.bin", "optimizer_1.bin"]
+    named += ["pytorch_model_fsdp.bin", "pytorch_model_fsdp_1.bin", "pytorch_model_fsdp_rank3.bin"]
+    named += [
+        "pytorch_model_fsdp_0/.metadata",
+        "optimizer_0/__1_0.distcp",
+        "model-00001-of-00002.safetensors",
+    ]
+    assert [name for name in named if not layout.OURS.fullmatch(name)] == []
+    others = ["manifest.json", "notes.txt", "model_card.md", "logs/model.safetensors", "optimizer.bin.orig"]
+    assert [name for name in others if layout.OURS.fullmatch(name)] == []
+
+
 def test_helper_folders_lie_beside_the_target_and_are_hidden():
     target = Path("some", "run")
     for helper in (layout.staging_of, layout.parked_of, layout.removing_of):

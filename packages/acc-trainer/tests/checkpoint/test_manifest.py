@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
 from acc_trainer.checkpoint.layout import CheckpointError
+from acc_trainer.checkpoint.listing import newest_whole
 from acc_trainer.checkpoint.manifest import (
     Manifest,
     check_bytes,
@@ -14,7 +16,7 @@ from acc_trainer.checkpoint.manifest import (
     files_of,
     is_foreign,
     is_whole,
-    newest_whole,
+    metric_of,
     read_manifest,
 )
 
@@ -125,7 +127,9 @@ def test_a_later_format_is_refused_with_the_remedy(tmp_path):
         read_manifest(folder)
 
 
-@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "a/../../b"])
+@pytest.mark.parametrize(
+    "name", ["../outside", "/etc/hostname", "a/../../b", "..", "C:/x", "c:x", "\\\\host\\x", "a\\..\\b"]
+)
 def test_a_path_cannot_leave_the_folder(tmp_path, name):
     folder = _whole(tmp_path / "c")
     (folder / "manifest.json").write_text(
@@ -163,3 +167,91 @@ def test_a_checkpoint_parked_between_two_renames_is_found(tmp_path):
 def test_nothing_is_found_where_there_is_nothing(tmp_path):
     assert newest_whole(tmp_path) is None
     assert newest_whole(tmp_path / "missing") is None
+
+
+@pytest.mark.parametrize("name", ["", ".", "./a.bin", "sub//b.bin", "sub/", "a\0b", "manifest.json"])
+def test_a_name_that_no_save_gives_is_refused(tmp_path, name):
+    folder = _whole(tmp_path / "c")
+    content = json.loads((folder / "manifest.json").read_text())
+    content["files"][name] = {"bytes": 1, "crc32": 0}
+    (folder / "manifest.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="has been changed: it names a file"):
+        check_whole(folder)
+
+
+def test_what_could_not_be_read_back_is_not_written():
+    with pytest.raises(CheckpointError, match="the new checkpoint names a file outside of the folder"):
+        Manifest(files={"a\\b": {"bytes": 1, "crc32": 0}}).to_text()
+
+
+def test_a_link_may_lead_to_a_file_in_the_folder_but_not_out_of_it(tmp_path):
+    folder = _whole(tmp_path / "c")
+    (folder / "a.bin").rename(folder / "kept")
+    (folder / "a.bin").symlink_to("kept")
+    check_whole(folder, checksums=True)
+    (folder / "a.bin").unlink()
+    (tmp_path / "outside").write_bytes(b"12345")
+    (folder / "a.bin").symlink_to(tmp_path / "outside")
+    with pytest.raises(CheckpointError, match=r"not whole: a\.bin leads out of the folder, to .*outside"):
+        check_whole(folder)
+    _whole(tmp_path / "other")
+    (folder / "a.bin").unlink()
+    (folder / "a.bin").write_bytes(b"12345")
+    (folder / "sub" / "b.bin").unlink()
+    (folder / "sub").rmdir()
+    (folder / "sub").symlink_to(tmp_path / "other" / "sub")
+    with pytest.raises(CheckpointError, match=r"not whole: sub/b\.bin leads out of the folder"):
+        check_whole(folder)
+
+
+def test_a_checkpoint_that_is_reached_by_a_link_is_whole(tmp_path):
+    _whole(tmp_path / "c")
+    (tmp_path / "link").symlink_to("c")
+    assert is_whole(tmp_path / "link")
+
+
+def test_a_manifest_that_leads_out_is_no_manifest(tmp_path):
+    folder, other = _whole(tmp_path / "c"), _whole(tmp_path / "other")
+    (folder / "manifest.json").unlink()
+    (folder / "manifest.json").symlink_to(other / "manifest.json")
+    with pytest.raises(CheckpointError, match=r"manifest\.json leads out of the folder"):
+        read_manifest(folder)
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "too large", "nested", "twice", "long number"])
+def test_a_manifest_made_to_choke_a_reader_is_refused_at_once(tmp_path, kind):
+    path = _whole(tmp_path / "c") / "manifest.json"
+    text = path.read_text()
+    path.unlink()
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)  # opening it would wait for ever
+    elif kind == "too large":
+        with open(path, "wb") as file:
+            file.truncate(65 << 20)
+    elif kind == "nested":
+        path.write_text('{"format": ' + "[" * 100_000)
+    elif kind == "twice":
+        path.write_text(text.replace('"format": 1', '"format": 1, "step": 7'))
+    else:
+        path.write_text('{"format": ' + "9" * 5000 + "}")
+    with pytest.raises(CheckpointError, match="is not whole: "):
+        check_whole(tmp_path / "c")
+
+
+@pytest.mark.parametrize(("given", "kept"), [(None, None), (3, 3.0), (0.5, 0.5), (True, 1.0), ("0.25", 0.25)])
+def test_a_metric_is_one_number(given, kept):
+    assert metric_of(given) == kept
+
+
+def test_a_metric_that_is_none_is_refused_and_one_that_says_nothing_is_left_out():
+    import torch
+
+    assert metric_of(torch.tensor([0.5])) == 0.5
+    for wrong in ("low", [1.0], {"loss": 1.0}, torch.zeros(2)):
+        with pytest.raises(TypeError, match="metric must be one number, got "):
+            metric_of(wrong)
+    for nothing in ("nan", float("-inf")):
+        with pytest.warns(UserWarning, match="is not among the best"):
+            assert metric_of(nothing) is None

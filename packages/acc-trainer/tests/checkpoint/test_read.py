@@ -83,7 +83,10 @@ def test_a_newest_folder_with_a_foreign_manifest_is_passed_over(runs, tmp_path):
     for number, text in ((90, '{"format": 1, "files": []}'), (91, '{"name": "mine"}')):
         (tmp_path / "checkpoints" / f"checkpoint_{number}").mkdir()
         (tmp_path / "checkpoints" / f"checkpoint_{number}" / "manifest.json").write_text(text)
-    load_state(run)
+    with pytest.warns(
+        UserWarning, match=r"checkpoint_9\d has a higher number than checkpoint_0, which is loaded"
+    ):
+        load_state(run)
     assert runs.picture(run) == want
     assert save_state(run).endswith("checkpoint_92")
 
@@ -95,7 +98,8 @@ def test_a_newest_folder_that_is_not_whole_is_passed_over(runs, tmp_path):
     runs.advance(run)
     os.remove(os.path.join(save_state(run), "optimizer.bin"))
     other = runs.build(tmp_path)
-    load_state(other)
+    with pytest.warns(UserWarning, match=r"checkpoint_1 has a higher number .* optimizer\.bin is missing"):
+        load_state(other)
     assert runs.picture(other) == want
     assert save_state(other).endswith("checkpoint_2")
 
@@ -173,7 +177,10 @@ def test_a_checkpoint_without_a_manifest_loads_with_a_warning(runs, tmp_path):
     for name in ("manifest.json", "progress_0.bin"):  # as accelerate writes it
         (tmp_path / "c" / name).unlink()
     other = runs.build(seed=1)
-    with pytest.warns(UserWarning, match=r"has no manifest\.json"):
+    with (
+        pytest.warns(UserWarning, match=r"has no manifest\.json"),
+        pytest.warns(UserWarning, match=r"the positions of the loaders .*\(progress_0\.bin\)"),
+    ):
         load_state(other, tmp_path / "c")
     for part in ("weights", "optimizers", "rates", "step", "custom"):
         assert runs.picture(other)[part] == want[part]
@@ -224,7 +231,7 @@ def test_random_states_that_cannot_be_restored_never_fail_a_load(runs, tmp_path,
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "progress_1.bin"])
-def test_changed_bytes_are_an_error_on_every_rank_unless_checksums_are_left_out(runs, tmp_path, name):
+def test_changed_bytes_are_an_error_on_every_rank_where_checksums_are_asked_for(runs, tmp_path, name):
     def rank():
         run = runs.build()
         save_state(run, tmp_path / "c")
@@ -235,10 +242,10 @@ def test_changed_bytes_are_an_error_on_every_rank_unless_checksums_are_left_out(
             (tmp_path / "c" / name).write_bytes(content)
         run.world.comm.barrier()
         with pytest.raises(CheckpointError, match=f"the bytes of {name} have changed"):
-            load_state(run, tmp_path / "c")
+            load_state(run, tmp_path / "c", checksums=True)
         assert runs.picture(run) == before
         if name.startswith("model"):
-            load_state(run, tmp_path / "c", checksums=False)
+            load_state(run, tmp_path / "c")
 
     run_threads(2, rank)
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
 from acc_ops.testing import run_threads
 from acc_ops.world import current_world
+from acc_plugins.states.part import TorchFilePart
 from acc_plugins.strategies.strategy import Strategy
 from acc_trainer.checkpoint import (
     CheckpointError,
     check_whole,
+    commit,
     is_whole,
     load_custom_state,
     load_state,
@@ -46,7 +51,8 @@ def test_the_manifest_says_what_was_saved(runs, tmp_path):
     assert (manifest["step"], manifest["world_size"], manifest["iteration"]) == (12, 1, None)
     assert set(manifest["files"]) == FILES - {"manifest.json"}
     assert manifest["versions"]["torch"] == torch.__version__
-    assert manifest["objects"]["models"] == [{"name": "model", "class": "torch.nn.modules.linear.Linear"}]
+    (model,) = manifest["objects"]["models"]
+    assert (model["name"], model["class"]) == ("model", "torch.nn.modules.linear.Linear")
     assert manifest["objects"]["optimizers"][0]["class"].endswith("Adam")
 
 
@@ -77,6 +83,58 @@ def test_a_save_that_fails_on_one_rank_raises_on_all_and_leaves_the_old_checkpoi
 
     assert run_threads(2, rank) == [True, True]
     assert os.listdir(tmp_path) == ["c"]
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EIO, errno.ENOSPC, errno.ESTALE])
+@pytest.mark.parametrize("operation", ["mkdir", "fsync", "rename", "write"])
+def test_a_disk_that_refuses_leaves_the_old_checkpoint_and_the_run_saves_again(
+    runs, tmp_path, operation, number
+):
+    run = runs.build()
+    save_state(run, tmp_path / "c")
+    want = runs.picture(run)
+    runs.advance(run)
+
+    def refuses(*args, **kwargs):
+        raise OSError(number, os.strerror(number))
+
+    with pytest.MonkeyPatch.context() as patch:
+        if operation == "rename":  # of an existing folder: the exchange
+            patch.setattr(commit, "_exchange", refuses)
+        elif operation == "write":
+            patch.setattr(TorchFilePart, "write", refuses)
+        elif operation == "mkdir":
+            patch.setattr(Path, "mkdir", refuses)
+        else:
+            patch.setattr(os, operation, refuses)
+        with pytest.raises(OSError, match=re.escape(os.strerror(number))):
+            save_state(run, tmp_path / "c")
+    assert os.listdir(tmp_path) == ["c"]
+    load_state(run, tmp_path / "c")
+    assert runs.picture(run) == want
+    runs.advance(run)
+    save_state(run, tmp_path / "c")
+    check_whole(tmp_path / "c", checksums=True)
+
+
+def test_a_failure_after_the_rename_does_not_take_the_number_of_the_next_save(runs, tmp_path, monkeypatch):
+    def rank():
+        run = runs.build(tmp_path)
+        with pytest.raises((OSError, CheckpointError), match="Input/output error"):
+            save_state(run)
+        run.world.comm.barrier()
+        monkeypatch.undo()
+        run.world.comm.barrier()
+        assert run.project_configuration.iteration == 0
+        return os.path.basename(save_state(run))
+
+    def refuses(folder):
+        if folder.name == "checkpoints":
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(commit, "sync_folder", refuses)
+    assert run_threads(2, rank) == ["checkpoint_0"] * 2
+    assert os.listdir(tmp_path / "checkpoints") == ["checkpoint_0"]
 
 
 def test_automatic_names_count_up_and_only_the_limit_stays(runs, tmp_path):

@@ -21,7 +21,7 @@ def test_an_unknown_command_names_the_closest_one(capsys):
     assert main(["lunch"]) == 2
     assert "no command 'lunch'; did you mean `acc launch`?" in capsys.readouterr().err
     assert main(["zzz"]) == 2
-    assert "there are: launch, config, env, test" in capsys.readouterr().err
+    assert f"there are: {', '.join(COMMANDS)}" in capsys.readouterr().err
 
 
 def test_without_a_command_the_help_is_shown_and_it_is_an_error(capsys):

@@ -213,6 +213,7 @@ class Mesh:
     """The part of a DeviceMesh that is asked: two groups of data, each of two ranks that share it."""
 
     mesh_dim_names = ("dp_replicate", "tp")
+    mesh = torch.arange(4).reshape(2, 2)
 
     def __getitem__(self, name):
         return self
@@ -236,18 +237,60 @@ def test_ranks_that_split_the_model_get_the_same_data_in_the_same_order():
         range(8)
     )
 
-    def dispatched():
-        with pytest.raises(ValueError, match="only 2 groups of them have data of their own"):
-            prepare_data_loader(
-                DataLoader(range(8), 2),
-                device=torch.device("cpu"),
-                put_on_device=True,
-                dispatch_batches=True,
-                torch_device_mesh=Mesh(),
-            )
-        return True
+    def unseeded():
+        torch.manual_seed(current_world().rank)
+        mesh = Mesh()
+        mesh.mesh_dim_names = ("tp", "cp")
+        return rows(prepare_data_loader(DataLoader(range(8), 2, shuffle=True), torch_device_mesh=mesh))
 
-    assert all(run_threads(4, dispatched))
+    first, *others = run_threads(4, unseeded)
+    assert others == [first] * 3
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_rank_0_reads_for_ranks_that_share_their_samples(split):
+    def work():
+        made = prepare_data_loader(
+            DataLoader(range(7), 4 if split else 2),
+            device=torch.device("cpu"),
+            put_on_device=True,
+            dispatch_batches=True,
+            split_batches=split,
+            torch_device_mesh=Mesh(),
+        )
+        seen = [(batch.tolist(), made.position.real, made.position.padding) for batch in made]
+        return seen, len(made)
+
+    one, two, three, four = run_threads(4, work)
+    assert one == two
+    assert three == four
+    assert one == ([([0, 1], None, 0), ([4, 5], (2, 1), 0)], 2)
+    assert three == ([([2, 3], None, 0), ([6, 0], (2, 1), 1)], 2)
+
+
+class Shards(IterableDataset):
+    """A stream with shards of its own, of unequal length."""
+
+    def __init__(self, *shards):
+        self.shards, self.num_shards = shards, len(shards)
+
+    def shard(self, num_shards, index):
+        return Shards(*self.shards[index::num_shards])
+
+    def __iter__(self):
+        return (number for shard in self.shards for number in shard)
+
+
+def test_shards_of_a_stream_are_shared_and_their_ends_are_told_by_share():
+    def work():
+        made = prepare_data_loader(
+            DataLoader(Shards([1, 2, 3], [4]), 2), dispatch_batches=False, torch_device_mesh=Mesh()
+        )
+        return [(batch.tolist(), made.position.real, made.position.padding) for batch in made]
+
+    one, two, three, four = run_threads(4, work)
+    assert one == two == [([1, 2], (2, 1), 0), ([3], (1, 0), 0)]
+    assert three == four == [([4], (2, 1), 0), ([4], (1, 0), 1)]
 
 
 def test_setting_the_saved_epoch_keeps_the_place_in_it():

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from acc_ops.testing import run_threads
 from acc_trainer.data.loader import DataLoaderShard
-from acc_trainer.data.prepare import prepare_data_loader
+from acc_trainer.data.prepare import prepare_data_loader, rest_of_epoch
 from acc_trainer.grad_sync import GradSync
 
 has_torchdata = importlib.util.find_spec("torchdata") is not None
@@ -106,3 +106,88 @@ def test_a_rank_that_reads_nothing_has_nothing_to_save():
         return [bool(made.state_dict()) for _ in made]
 
     assert run_threads(2, work) == [[True] * 3, [False] * 3]
+
+
+@pytest.mark.skipif(not has_torchdata, reason="needs torchdata")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("data", [list(range(22)), Stream()])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_it_goes_on_after_one_resume_after_another(data, workers):
+    def make():
+        made = prepare_data_loader(DataLoader(data, 2, num_workers=workers), use_stateful_dataloader=True)
+        made._grad_sync = GradSync()
+        return made
+
+    got, state = [], None
+    for steps in (2, 1, 1, 99):
+        made = make()
+        if state is not None:
+            made.position.load_state_dict(state)
+            state = made.position.state_dict()  # a run that saves before it reads
+            made = make()
+            made.position.load_state_dict(state)
+        for at, batch in enumerate(made, start=1):
+            got += batch.tolist()
+            if at == steps:
+                state = made.position.state_dict()
+                break
+    assert got == list(range(11 if isinstance(data, Stream) else 22))
+
+
+@pytest.mark.skipif(not has_torchdata, reason="needs torchdata")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("data", [list(range(11)), Stream()])
+@pytest.mark.parametrize("resumes", [1, 2])
+def test_a_dispatched_tail_is_filled_from_the_beginning_of_the_epoch_after_a_resume_too(data, resumes):
+    def work():
+        def make():
+            made = prepare_data_loader(
+                DataLoader(data, 2),
+                device=torch.device("cpu"),
+                put_on_device=True,
+                dispatch_batches=True,
+                use_stateful_dataloader=True,
+            )
+            made._grad_sync = GradSync()
+            return made
+
+        wanted = [batch.tolist() for batch in make()]
+        made, got = make(), []
+        for _ in range(resumes):
+            passed = iter(made)
+            got.append(next(passed).tolist())
+            state = made.position.state_dict()
+            passed.close()
+            made = make()
+            made.position.load_state_dict(state)
+        got += [batch.tolist() for batch in made]
+        assert got == wanted
+        return got[-1]
+
+    assert run_threads(2, work)[1][-1] in (0, 1)
+
+
+@pytest.mark.skipif(not has_torchdata, reason="needs torchdata")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("stateful", [True, False])
+def test_ranks_that_end_apart_go_on_in_the_same_epoch(stateful):
+    def work():
+        def make():
+            made = prepare_data_loader(
+                DataLoader(range(10), 2), even_batches=False, use_stateful_dataloader=stateful
+            )
+            made._grad_sync = GradSync()
+            return made
+
+        made = make()
+        passed = iter(made)
+        next(passed), next(passed)  # the last one of rank 1, but not of rank 0
+        state = made.position.state_dict()
+        wanted = [batch.tolist() for batch in passed], [batch.tolist() for batch in made]
+        again = make()
+        again.position.load_state_dict(state)
+        assert again.iteration == 0
+        assert ([batch.tolist() for batch in rest_of_epoch(again)], [b.tolist() for b in again]) == wanted
+        return wanted[0]
+
+    assert run_threads(2, work) == [[[8, 9]], []]

@@ -70,12 +70,10 @@ def test_an_option_without_its_value_is_an_error():
     ("words", "thing"),
     [
         (["--use_deepspeed"], "DeepSpeed"),
-        (["--use-fsdp"], "FSDP"),
         (["--use_megatron_lm"], "Megatron-LM"),
         (["--tpu"], "TPU"),
         (["--mpirun_hostfile", "hosts"], "MPI"),
         (["--aws_access_key_id", "x"], "SageMaker"),
-        (["--fp8_backend", "te"], r"a recipe for fp8 by option .*"),
     ],
 )
 def test_what_is_not_built_says_so_when_it_is_turned_on(words, thing):
@@ -85,10 +83,10 @@ def test_what_is_not_built_says_so_when_it_is_turned_on(words, thing):
 
 def test_settings_of_unbuilt_things_are_noted_and_the_script_is_still_found():
     found = read_arguments(
-        ["--use_fsdp=false", "--fsdp_version", "2", "--zero_stage", "3", "--tpu_use_sudo=false", "s.py"]
+        ["--use_deepspeed=false", "--zero_stage", "3", "--mpirun_ccl", "2", "--tpu_use_sudo=false", "s.py"]
     )
     assert found.script == "s.py"
-    assert "--fsdp_version has no effect: FSDP is not built yet" in found.notes
+    assert "--zero_stage has no effect: DeepSpeed is not built yet" in found.notes
     assert len(found.notes) == 4
 
 

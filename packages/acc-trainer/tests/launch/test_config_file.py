@@ -6,9 +6,11 @@ import json
 
 import pytest
 
+from acc_ops.options import resolve
 from acc_trainer.launch.config_file import read_config_file
 from acc_trainer.launch.config_path import default_config_path
 from acc_trainer.launch.errors import LaunchError
+from acc_trainer.launch.options import LaunchOptions
 
 ORDINARY = """\
 compute_environment: LOCAL_MACHINE
@@ -69,8 +71,9 @@ def test_an_unknown_key_is_named_with_the_closest_known_one(written):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("distributed_type: FSDP\n", "distributed_type FSDP is not built yet"),
-        ("fsdp_config:\n  fsdp_version: 2\n", "fsdp_config: FSDP is not built yet"),
+        ("distributed_type: DEEPSPEED\n", "distributed_type DEEPSPEED is not built yet"),
+        ("deepspeed_config:\n  zero_stage: 2\n", "deepspeed_config: DeepSpeed is not built yet"),
+        ("fsdp_config: 2\n", "fsdp_config must hold keys and values, found 2"),
         ("compute_environment: AMAZON_SAGEMAKER\n", "SageMaker is not built yet"),
         ("num_processes: -1\n", "num_processes is -1"),
         ("- 1\n- 2\n", "must hold keys and values, found list"),
@@ -81,6 +84,47 @@ def test_an_unknown_key_is_named_with_the_closest_known_one(written):
 def test_what_cannot_be_used_is_refused_with_the_reason(written, text, said):
     with pytest.raises(LaunchError, match=said):
         read_config_file(written(text))
+
+
+ENGINES = """\
+distributed_type: FSDP
+mixed_precision: fp8
+fsdp_config:
+  fsdp_version: 1
+  fsdp_sharding_strategy: 2
+  fsdp_reshard_after_forward: true
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_transformer_layer_cls_to_wrap: BertLayer,GPT2Block
+  offload_params: false
+parallelism_config:
+  parallelism_config_tp_size: 2
+  cp_comm_strategy: alltoall
+fp8_config:
+  backend: TE
+  fp8_format: E4M3
+  override_linear_precision: [true, false, false]
+"""
+
+
+def test_the_sections_of_engines_become_options_with_or_without_their_prefix(written):
+    options = resolve(LaunchOptions, file=read_config_file(written(ENGINES)))
+    assert options.use_fsdp
+    assert options.use_parallelism_config
+    assert (options.fsdp_sharding_strategy, options.fsdp_offload_params) == ("2", False)
+    assert options.fsdp_reshard_after_forward is True
+    assert options.fsdp_transformer_layer_cls_to_wrap == ["BertLayer", "GPT2Block"]
+    assert (options.parallelism_config_tp_size, options.parallelism_config_cp_comm_strategy) == (
+        2,
+        "alltoall",
+    )
+    assert (options.fp8_backend, options.fp8_format) == ("TE", "E4M3")
+    assert options.fp8_override_linear_precision == (True, False, False)
+
+
+def test_a_section_alone_tunes_an_engine_and_does_not_turn_it_on(written):
+    assert "use_fsdp" not in read_config_file(
+        written("distributed_type: MULTI_GPU\nfsdp_config:\n  fsdp_version: 2\n")
+    )
 
 
 def test_a_missing_file_is_named():

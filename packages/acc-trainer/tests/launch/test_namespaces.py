@@ -89,7 +89,7 @@ def test_what_cannot_be_is_an_error(prepare, said, why, namespace):
         prepare(namespace(num_processes=2, **said))
 
 
-@pytest.mark.parametrize(("name", "value"), [("use_fsdp", True), ("mpirun_hostfile", "hosts")])
+@pytest.mark.parametrize(("name", "value"), [("use_deepspeed", True), ("mpirun_hostfile", "hosts")])
 def test_things_that_are_not_built_are_refused(name, value, namespace):
     args = namespace()
     setattr(args, name, value)

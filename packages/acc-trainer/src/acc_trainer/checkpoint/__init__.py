@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from .layout import CheckpointError as CheckpointError
-from .manifest import Manifest as Manifest
-from .manifest import check_whole as check_whole
-from .manifest import is_whole as is_whole
-from .manifest import newest_whole as newest_whole
-from .read import load_custom_state as load_custom_state
-from .read import load_state as load_state
-from .write import save_custom_state as save_custom_state
-from .write import save_state as save_state
+from acc_ops.lazy import lazy_exports
+
+# name -> the submodule that defines it; __init__.pyi gives the types
+_NAMES = {
+    "CheckpointError": "layout",
+    "CheckpointInfo": "listing",
+    "Checkpoints": "listing",
+    "Manifest": "manifest",
+    "check_whole": "manifest",
+    "give_names": "contents",
+    "is_whole": "manifest",
+    "load_accelerator_state": "plain",
+    "load_custom_state": "read",
+    "load_state": "read",
+    "look": "listing",
+    "look_in_project": "listing",
+    "newest_whole": "listing",
+    "save_accelerator_state": "plain",
+    "save_custom_state": "write",
+    "save_state": "write",
+}
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__, _NAMES)

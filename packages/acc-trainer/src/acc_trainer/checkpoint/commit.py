@@ -11,12 +11,11 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import re
 import shutil
 import sys
 from pathlib import Path
 
-from .layout import MANIFEST, CheckpointError, number_of, parked_of, removing_of, staging_of
+from .layout import MANIFEST, OURS, CheckpointError, number_of, parked_of, removing_of, staging_of
 from .manifest import Manifest, is_foreign, read_manifest
 
 _CANNOT_EXCHANGE = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
@@ -40,7 +39,7 @@ def check_target(target: Path) -> None:
 
 def begin(target: Path) -> Path:
     """An empty staging folder for `target`; what killed saves left behind is cleared."""
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_lasting(target.parent)
     put_back(target)
     clear_leftovers(target)
     staging = staging_of(target)
@@ -48,6 +47,15 @@ def begin(target: Path) -> Path:
     if target.is_dir():
         shutil.copymode(target, staging)
     return staging
+
+
+def make_lasting(folder: Path) -> None:
+    """`folder` and those above it that are missing; a power loss does not take them away again."""
+    if folder.is_dir():
+        return
+    make_lasting(folder.parent)
+    folder.mkdir(exist_ok=True)
+    sync_folder(folder.parent)
 
 
 def put_back(target: Path) -> None:
@@ -74,21 +82,30 @@ def clear_leftovers(target: Path) -> None:
 
 def finish(staging: Path, target: Path, manifest: Manifest) -> None:
     """Sync everything in `staging`, write its manifest, and make it the content of `target` in one step."""
-    _sync_tree(staging)
+    _sync_files(staging)
     _write_synced(staging / MANIFEST, manifest.to_text())
     _keep_foreign(target, staging)
-    sync_folder(staging)
+    _sync_folders(staging)
     if not target.exists():
         os.rename(staging, target)
-        sync_folder(target.parent)
+        try:
+            sync_folder(target.parent)
+        except OSError:  # a save that failed leaves no folder that takes the number of the next
+            os.rename(target, staging)
+            raise
         return
     if not _exchange(staging, target):
         parked = parked_of(target)
         os.rename(target, parked)
-        os.rename(staging, target)
+        try:
+            os.rename(staging, target)
+        except OSError:
+            os.rename(parked, target)
+            raise
         os.rename(parked, staging)
     sync_folder(target.parent)
-    _keep_foreign(staging, target, move=True)  # what came in between, and what cannot have two names
+    if _keep_foreign(staging, target, move=True):  # what came in between, and what cannot have two names
+        _sync_folders(target)
     shutil.rmtree(staging)
 
 
@@ -114,13 +131,23 @@ def _delete(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def _sync_tree(folder: Path) -> None:
+def _sync_files(folder: Path) -> None:
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            _sync_file(path)
+
+
+def _sync_file(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def _sync_folders(folder: Path) -> None:
+    """The names in `folder` and in all folders below it."""
     for path in sorted(folder.rglob("*"), reverse=True):
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             sync_folder(path)
-        elif path.is_file():
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
+    sync_folder(folder)
 
 
 def _write_synced(path: Path, text: str) -> None:
@@ -141,29 +168,32 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _keep_foreign(source: Path, destination: Path, *, move: bool = False) -> None:
-    """What in the old folder no checkpoint wrote (logs, notes, pipes) is the user's: it is in the new folder too.
+def _keep_foreign(source: Path, destination: Path, *, move: bool = False) -> bool:
+    """What in the old folder no checkpoint wrote (logs, notes, pipes) is the user's: it is in the new folder too. Whether there was any.
 
     Links, not copies: a program that still appends to a file goes on writing into the same one. Folders keep their modes.
     """
     if not source.is_dir():
-        return
+        return False
     old = _old_manifest(source)
     ours = {MANIFEST, *(old.files if old else ())}
+    any_kept = False
     for path in sorted(source.rglob("*")):
         name = path.relative_to(source).as_posix()
         kept = destination / name
-        if name in ours or os.path.lexists(kept) or (old is None and _OURS.fullmatch(name)):
+        if name in ours or os.path.lexists(kept) or (old is None and OURS.fullmatch(name)):
             continue
         if path.is_dir() and not path.is_symlink():
             if not any(path.iterdir()):
                 _make_folders(kept, path)
             continue
+        any_kept = True
         _make_folders(kept.parent, path.parent)
         if move:
             os.rename(path, kept)
         else:
             _link_or_copy(path, kept)
+    return any_kept
 
 
 def _make_folders(folder: Path, like: Path) -> None:
@@ -181,6 +211,8 @@ def _link_or_copy(path: Path, kept: Path) -> None:
     except (OSError, NotImplementedError):  # this file system has no links, or not for this kind of file
         if path.is_symlink() or path.is_file():
             shutil.copy2(path, kept, follow_symlinks=False)
+            if not kept.is_symlink():
+                _sync_file(kept)
         # a pipe or a socket is moved when the new folder has its name
 
 
@@ -189,12 +221,6 @@ def _old_manifest(folder: Path) -> Manifest | None:
         return read_manifest(folder)
     except CheckpointError:  # an unreadable one lists nothing
         return None
-
-
-_OURS = re.compile(
-    r"(model|pytorch_model|optimizer|scheduler|sampler|dl_state_dict)(_\d+)?(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
-    r"|scaler\.pt|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl|(progress|gradients)_\d+\.bin"
-)  # what a checkpoint without a manifest consists of
 
 
 def _exchange(one: Path, other: Path) -> bool:

@@ -9,11 +9,24 @@ from typing import Any, Protocol
 MANIFEST = "manifest.json"
 SCALER = "scaler.pt"
 FOLDER = "checkpoints"  # of automatic naming, inside the project's folder
-_AUTOMATIC = re.compile(r"checkpoint_(\d+)")
+_AUTOMATIC = re.compile(r"checkpoint_(0|[1-9][0-9]{0,17})")
+OURS = re.compile(
+    r"(model|pytorch_model|optimizer|scheduler|sampler|dl_state_dict)(_\d+)?(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
+    r"|scaler\.pt|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl|(progress|gradients)_\d+\.bin"
+    r"|pytorch_model_fsdp(_\d+)?(_rank\d+)?\.bin|(pytorch_model_fsdp|optimizer)_\d+/.+"
+)  # the files that a checkpoint consists of
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or read; the message names the folder, the file and what is wrong with it."""
+
+
+class NotWholeError(CheckpointError):
+    """A checkpoint is incomplete, or has been changed: an older one may be taken instead."""
+
+
+class ReplacedError(CheckpointError):
+    """The folder is no longer what it was when a load chose it: another save has replaced or deleted it."""
 
 
 class Project(Protocol):
@@ -23,6 +36,7 @@ class Project(Protocol):
     automatic_checkpoint_naming: bool
     total_limit: int | None
     iteration: int
+    keep: Any  # a CheckpointPolicy or None
 
 
 def numbered(kind: str, index: int) -> str:
@@ -37,6 +51,10 @@ def scheduler_file(index: int) -> str:
 def loader_file(index: int) -> str:
     """The state of a stateful loader, for readers of the specification's files."""
     return f"{numbered('dl_state_dict', index)}.bin"
+
+
+def sampler_file(index: int) -> str:
+    return f"{numbered('sampler', index)}.bin"
 
 
 def custom_file(index: int) -> str:
@@ -82,7 +100,7 @@ def automatic_name(number: int) -> str:
 
 
 def number_of(name: str) -> int | None:
-    """The number in an automatic name; None for any other name."""
+    """The number in an automatic name; None for any other name, `checkpoint_07` for one: names and numbers are one to one."""
     match = _AUTOMATIC.fullmatch(name)
     return int(match.group(1)) if match else None
 
@@ -100,6 +118,12 @@ def parked_of(target: Path) -> Path:
 def removing_of(target: Path) -> Path:
     """What `target` is called while it is deleted."""
     return target.with_name(f".{target.name}.removing")
+
+
+def lock_of(target: Path) -> Path:
+    """The file that the run which saves into `target` holds: one for all automatic names of a folder, since each clears up after the others."""
+    name = "checkpoint" if number_of(target.name) is not None else target.name
+    return target.with_name(f".{name}.lock")
 
 
 def class_name(thing: Any) -> str:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import os
+import re
+import warnings
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
-from stat import S_ISREG
+from stat import S_ISLNK, S_ISREG
 from typing import Any
 
-from .layout import MANIFEST, CheckpointError, number_of, parked_of
+from acc_bigmodel.stores.strict_json import parse_json
+
+from .layout import MANIFEST, CheckpointError, NotWholeError
 
 FORMAT = 1
 _SLICE_BYTES = 1 << 20
+_LARGEST_BYTES = 64 << 20  # of a manifest: that of a million files
+_ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL, errno.EILSEQ}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +30,8 @@ class Manifest:
     """What one checkpoint consists of.
 
     `files` maps a relative path to its `bytes` and `crc32`; `objects` maps a kind (models, optimizers, ...) to the names
-    and classes of what was saved, in order; `iteration` is the number of an automatic name; `saved_at` is in seconds.
+    and classes of what was saved, in order; `iteration` is the number of an automatic name; `saved_at` is in seconds; `metric`
+    is what `save_state` was told of the run's quality.
     """
 
     format: int = FORMAT
@@ -32,29 +41,53 @@ class Manifest:
     epoch: int | None = None
     iteration: int | None = None
     saved_at: float = 0.0
+    metric: float | None = None
     objects: Mapping[str, list[dict[str, str]]] = field(default_factory=dict)
     files: Mapping[str, dict[str, int]] = field(default_factory=dict)
 
     def to_text(self) -> str:
+        """The file's content. CheckpointError for a file name that a reader would refuse."""
+        _with_safe_paths(self, "the new checkpoint")
         return json.dumps(asdict(self), indent=1) + "\n"
+
+
+def metric_of(given: Any) -> float | None:
+    """`given` (a number, a tensor of one element) as a manifest keeps it; NaN and the infinities are None, with a warning.
+
+    TypeError for anything that is no number.
+    """
+    if given is None:
+        return None
+    try:
+        metric = float(given)
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of several elements
+        raise TypeError(
+            f"save_state: metric must be one number, got {type(given).__name__}: {given!r:.80}"
+        ) from error
+    if math.isfinite(metric):
+        return metric
+    warnings.warn(
+        f"save_state: the metric is {metric}, so this checkpoint is not among the best", stacklevel=3
+    )
+    return None
 
 
 def read_manifest(folder: str | os.PathLike[str]) -> Manifest | None:
     """The folder's manifest, None when there is none (accelerate writes none).
 
-    CheckpointError for one that cannot be understood or was written in a later format.
+    NotWholeError for one that cannot be understood, CheckpointError for one of a later format and where the disk does not answer.
     """
-    path = Path(folder, MANIFEST)
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
+    text = _text_of(Path(folder, MANIFEST))
+    if text is None:
         return None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(
+    try:
+        content = parse_json(text)
+    except ValueError as error:
+        raise NotWholeError(
             f"the checkpoint {folder} is not whole: {MANIFEST} cannot be read ({error})"
         ) from error
     if not isinstance(content, dict) or not _is_count(content.get("format"), least=1):
-        raise CheckpointError(
+        raise NotWholeError(
             f"the checkpoint {folder} is not whole: {MANIFEST} is not the manifest of a checkpoint"
         )
     if content["format"] > FORMAT:
@@ -64,10 +97,29 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest | None:
     known = {name: content[name] for name in Manifest.__dataclass_fields__ if name in content}
     for name, value in known.items():
         if not _FIELDS[name](value):
-            raise CheckpointError(
+            raise NotWholeError(
                 f"the checkpoint {folder} is not whole: {MANIFEST} has been changed: {name} is {value!r:.60}"
             )
     return _with_safe_paths(Manifest(**known), folder)
+
+
+def _text_of(path: Path) -> bytes | None:
+    """The bytes of a manifest; None when there is none."""
+    folder = path.parent
+    if _size_of(folder, MANIFEST) is None:
+        if not os.path.lexists(path):
+            return None
+        raise NotWholeError(f"the checkpoint {folder} is not whole: {MANIFEST} is no plain file")
+    try:
+        with open(path, "rb") as file:
+            text = file.read(_LARGEST_BYTES + 1)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if len(text) > _LARGEST_BYTES:
+        raise NotWholeError(
+            f"the checkpoint {folder} is not whole: {MANIFEST} is larger than any manifest ({_LARGEST_BYTES >> 20} MiB)"
+        )
+    return text
 
 
 def is_foreign(folder: str | os.PathLike[str]) -> bool:
@@ -86,14 +138,29 @@ def is_foreign(folder: str | os.PathLike[str]) -> bool:
     return not (isinstance(content, dict) and {"format", "world_size", "files"} <= content.keys())
 
 
-def files_of(folder: Path) -> dict[str, dict[str, int]]:
-    """Sizes and checksums of all files below `folder`, by relative path, the manifest left out."""
+def files_of(folder: Path, known: Mapping[str, dict[str, int]] | None = None) -> dict[str, dict[str, int]]:
+    """Sizes and checksums of all files below `folder`, by relative path, the manifest left out.
+
+    Only those are read that are not `known` already, or have another size than is known.
+    """
+    known = known or {}
     found = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_file() and name != MANIFEST:
-            found[name] = {"bytes": path.stat().st_size, "crc32": checksum(path)}
+            said = known.get(name)
+            fits = said is not None and said["bytes"] == path.stat().st_size
+            found[name] = said if said is not None and fits else _described(path)
     return found
+
+
+def described(folder: Path, names: Iterable[str]) -> dict[str, dict[str, int]]:
+    """Sizes and checksums of these files in `folder`."""
+    return {name: _described(folder / name) for name in names}
+
+
+def _described(path: Path) -> dict[str, int]:
+    return {"bytes": path.stat().st_size, "crc32": checksum(path)}
 
 
 def checksum(path: Path) -> int:
@@ -108,17 +175,17 @@ def checksum(path: Path) -> int:
 def check_whole(folder: str | os.PathLike[str], *, checksums: bool = False) -> Manifest:
     """The manifest of a folder that is whole: every file is there with its size, and with its checksum if asked for.
 
-    CheckpointError names the folder, the file and what is wrong.
+    NotWholeError names the folder, the file and what is wrong; CheckpointError for a disk that does not answer.
     """
     manifest = read_manifest(folder)
     if manifest is None:
-        raise CheckpointError(f"the checkpoint {folder} is not whole: it has no {MANIFEST}")
+        raise NotWholeError(f"the checkpoint {folder} is not whole: it has no {MANIFEST}")
     for name, said in manifest.files.items():
-        size = _size_of(Path(folder, name))
+        size = _size_of(Path(folder), name)
         if size is None:
-            raise CheckpointError(f"the checkpoint {folder} is not whole: {name} is missing")
+            raise NotWholeError(f"the checkpoint {folder} is not whole: {name} is missing")
         if size != said["bytes"]:
-            raise CheckpointError(
+            raise NotWholeError(
                 f"the checkpoint {folder} is not whole: {name} has {size} bytes, {said['bytes']} were written"
             )
     if checksums:
@@ -127,14 +194,19 @@ def check_whole(folder: str | os.PathLike[str], *, checksums: bool = False) -> M
 
 
 def check_bytes(folder: str | os.PathLike[str], manifest: Manifest, part: int = 0, parts: int = 1) -> None:
-    """CheckpointError when the bytes of a file are not those that were written.
+    """NotWholeError when the bytes of a file are not those that were written.
 
     Several processes of one machine share the work: each is one of `parts` and reads its own, so that every file is read once.
     """
     by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name]["bytes"], name))
     for name in by_size[part::parts]:
-        if checksum(Path(folder, name)) != manifest.files[name]["crc32"]:
-            raise CheckpointError(f"the checkpoint {folder} is not whole: the bytes of {name} have changed")
+        path = Path(folder, name)
+        try:
+            found = checksum(path)
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        if found != manifest.files[name]["crc32"]:
+            raise NotWholeError(f"the checkpoint {folder} is not whole: the bytes of {name} have changed")
 
 
 def is_whole(folder: str | os.PathLike[str]) -> bool:
@@ -146,61 +218,59 @@ def is_whole(folder: str | os.PathLike[str]) -> bool:
     return True
 
 
-def newest_whole(folder: str | os.PathLike[str]) -> Path | None:
-    """The newest whole checkpoint directly inside `folder`: the highest automatic number, else the one saved last.
-
-    Folders that are not whole, and everything else that lies there, do not count.
-    """
-    best: tuple[tuple[int, float], Path] | None = None
-    for path in _folders(Path(folder)):
-        try:
-            manifest = check_whole(path)
-        except CheckpointError:
-            continue
-        number = number_of(_public_name(path))
-        key = (-1 if number is None else number, manifest.saved_at)
-        if best is None or key > best[0]:
-            best = (key, path)
-    return best[1] if best else None
-
-
-def _folders(folder: Path) -> list[Path]:
-    """The folders to look at: those with a public name, and what waits under another one while its own is missing."""
-    try:
-        found = [path for path in folder.iterdir() if path.is_dir()]
-    except FileNotFoundError:
-        return []
-    return [path for path in found if not path.name.startswith(".") or _is_parked(path)]
-
-
-def _is_parked(path: Path) -> bool:
-    public = path.with_name(_public_name(path))
-    return public.name != path.name and parked_of(public) == path and not public.exists()
-
-
-def _public_name(path: Path) -> str:
-    return path.name.removeprefix(".").removesuffix(".old") if path.name.endswith(".old") else path.name
-
-
 def _with_safe_paths(manifest: Manifest, folder: str | os.PathLike[str]) -> Manifest:
     for name in manifest.files:
         path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts or "\\" in name:
-            raise CheckpointError(f"the manifest of {folder} names a file outside of the folder: {name}")
+        if path.is_absolute() or ".." in path.parts or "\\" in name or _DRIVE.match(name):
+            raise NotWholeError(f"the manifest of {folder} names a file outside of the folder: {name}")
+        if "\0" in name or path.as_posix() != name or name in (".", MANIFEST):
+            raise NotWholeError(
+                f"the checkpoint {folder} is not whole: {MANIFEST} has been changed: it names a file {name!r:.60}"
+            )
     return manifest
 
 
-def _size_of(path: Path) -> int | None:
-    """The size of a plain file; None for anything else."""
+_DRIVE = re.compile("[A-Za-z]:")
+
+
+def _size_of(folder: Path, name: str) -> int | None:
+    """The size of a plain file inside `folder`; None for anything else.
+
+    NotWholeError for a link that leads out of the folder; CheckpointError for a disk that does not answer.
+    """
+    path = folder / name
     try:
-        found = path.stat()
-    except (OSError, ValueError):  # ValueError: a name that no file can have
+        found = os.lstat(path)
+        if S_ISLNK(found.st_mode) or "/" in name:
+            home = os.path.realpath(folder)
+            if os.path.commonpath([home, os.path.realpath(path)]) != home:
+                raise NotWholeError(
+                    f"the checkpoint {folder} is not whole: {name} leads out of the folder, to {os.path.realpath(path)}; "
+                    "copy the file in"
+                )
+            found = os.stat(path)
+    except OSError as error:
+        if error.errno in _ABSENT:
+            return None
+        raise _unreadable(path, error) from error
+    except ValueError:  # a name that no file can have
         return None
     return found.st_size if S_ISREG(found.st_mode) else None
 
 
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"{path} cannot be read: {error.strerror or error}; nothing was loaded, and the checkpoint may be whole: try again "
+        "when the disk answers and its permissions are right"
+    )
+
+
 def _is_count(value: object, least: int = 0) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -1e300 < value < 1e300
 
 
 def _is_files(value: object) -> bool:
@@ -225,7 +295,8 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
     "step": _is_count,
     "epoch": lambda value: value is None or _is_count(value),
     "iteration": lambda value: value is None or _is_count(value),
-    "saved_at": lambda value: isinstance(value, (int, float)) and not isinstance(value, bool),
+    "saved_at": lambda value: _is_number(value),
+    "metric": lambda value: value is None or _is_number(value),
     "objects": _is_objects,
     "files": _is_files,
 }

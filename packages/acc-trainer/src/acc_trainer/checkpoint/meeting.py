@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import sys
 import time
+import uuid
 from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch.distributed as dist
 
-from acc_ops.comm import TorchComm
+from acc_ops.comm import Comm, Meeting, ThreadComm, TorchComm
 from acc_ops.world import World
 
 from .layout import CheckpointError
@@ -25,6 +29,10 @@ MOMENT_S = 1.0
 WAIT_S = 60.0
 RANK_0_S = 1800.0  # as long as torch's own collectives wait
 _GAVE_UP = 1 << 40  # added to a count by the rank that waits no longer
+_AS_LONG_AS_FILES_TAKE = timedelta(days=7)  # a rank that died is noticed at once
+
+_NAMES: WeakKeyDictionary[Comm, str] = WeakKeyDictionary()  # of the worlds made by `apart`
+_MEETINGS: WeakValueDictionary[str, Meeting] = WeakValueDictionary()
 
 
 def meet(world: World, call: str, wait_s: float | None = None) -> None:
@@ -114,7 +122,25 @@ def store_of(world: World) -> Any | None:
     return dist.distributed_c10d._get_default_store()  # torch has no public way to it
 
 
+def apart(world: World) -> World:
+    """The same ranks with a channel of their own, through which threads beside the training speak to each other. Every rank calls it."""
+    if world.size == 1:
+        return world
+    name = world.comm.broadcast_object(uuid.uuid4().hex)
+    comm: Comm
+    if isinstance(world.comm, TorchComm):
+        ranks = dist.get_process_group_ranks(world.comm.group)
+        comm = TorchComm(dist.new_group(ranks, timeout=_AS_LONG_AS_FILES_TAKE, backend="gloo"))
+    else:
+        mine = _MEETINGS.setdefault(name, Meeting(world.size))
+        comm = ThreadComm(mine, world.rank)
+    _NAMES[comm] = name
+    return replace(world, comm=comm)
+
+
 def _prefix(world: World) -> str:
+    if world.comm in _NAMES:
+        return f"acc_trainer/checkpoint/{_NAMES[world.comm]}"
     group = getattr(world.comm, "group", None)
     ranks = "" if group is None else ",".join(map(str, dist.get_process_group_ranks(group)))
     return f"acc_trainer/checkpoint/{ranks}"

@@ -3,168 +3,210 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import acc_bigmodel  # lazy: what reads files is loaded when it is first used
-from acc_ops.random import restore_rng
-
 from . import layout
-from .contents import Contents, Run
+from .contents import Contents, Item, Run
+from .generators import restore_generators
 from .gradients import Gradients, check_gradients, give_gradients, window_is_open
 from .layout import CheckpointError
 from .manifest import Manifest
-from .torch_files import check_file, read_file, read_random
+from .progress import hand_out_progress, of_other_ranks
+from .samplers import give_sampler, keeps_sampler
+from .torch_files import read_file, read_random
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pending:
-    """Everything that is small, as it was saved; None where the checkpoint says nothing and the run keeps what it has."""
+    """Everything that is small, as it was saved; None where the checkpoint says nothing and the run keeps what it has.
 
+    `missing` and `unlike`: what a warning tells of, when all was handed out.
+    """
+
+    folder: Path
     schedulers: list[Any]
     scaler: Any | None
     custom: list[Any]
     step: int | None
-    positions: list[Any]
-    window: Mapping[str, Any] | None
+    progress: Mapping[str, Any]
     gradients: Gradients
+    samplers: list[Any]  # by loader
+    loaders: list[Any]  # states of stateful loaders, where no progress says more
     random: Mapping[str, Any] | None  # empty when it could not be read
+    world_size: int | None  # of the ranks that saved, where that is not the present one
+    missing: list[str] = field(default_factory=list)
+    unlike: list[str] = field(default_factory=list)
 
 
 def check_files(contents: Contents, folder: Path, run: Run) -> None:
     """Every file that will be read is there and can be read; for checkpoints without a manifest this is all there is to check."""
-    needed = [f"{item.name}.bin" for item in contents.optimizers]
-    needed += [layout.scheduler_file(index) for index in range(len(contents.schedulers))]
     present = len(list(folder.glob("custom_checkpoint_*.pkl")))
     if present != len(contents.custom):
         raise CheckpointError(
             f"the checkpoint {folder} holds {present} registered objects, this run has {len(contents.custom)}: "
             f"{[item.kind_of for item in contents.custom]}; register the same objects in the same order"
         )
-    for name in needed:
-        if not _exists(folder, name):
-            raise CheckpointError(f"the checkpoint {folder} is not whole: {name} is missing")
+    for item in contents.schedulers:
+        if not (folder / layout.scheduler_file(item.place)).is_file():
+            raise CheckpointError(
+                f"the checkpoint {folder} is not whole: {layout.scheduler_file(item.place)} is missing"
+            )
     for item in contents.optimizers:
-        if (folder / f"{item.name}.bin").is_file():
-            check_file(folder / f"{item.name}.bin")
-    if run.precision.scaler is not None and not (folder / layout.SCALER).is_file():
-        warnings.warn(
-            f"{folder} holds no {layout.SCALER}: the gradient scaler keeps its present scale", stacklevel=5
-        )
+        try:
+            run.strategy.check_optimizer(folder, item.name)
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"the checkpoint {folder} is not whole: {item.name}.bin is missing"
+            ) from error
+        except (OSError, ValueError, RuntimeError, EOFError, KeyError) as error:
+            raise CheckpointError(
+                f"the checkpoint {folder} is not whole: {item.name}.bin cannot be read ({error})"
+            ) from error
 
 
-def check_weights(models: list[Any], folder: Path) -> None:
-    """CheckpointError unless there are weights for every one of `models` that can be read."""
-    for index in range(len(models)):
-        name = layout.numbered("model", index)
-        if any((folder / file).is_file() for file in layout.weight_files(name)):
-            try:
-                acc_bigmodel.load_weights(folder, name)  # safetensors are mapped: only the header is read
-            except (OSError, ValueError, RuntimeError) as error:
-                raise CheckpointError(
-                    f"the checkpoint {folder} is not whole: the weights of {name} cannot be read ({error})"
-                ) from error
-        elif not (folder / name).is_dir():
+def check_weights(run: Run, models: Sequence[tuple[Any, str]], folder: Path) -> None:
+    """CheckpointError unless there are weights that can be read for every one of `models`, which come with the names of their weights."""
+    for _, name in models:
+        try:
+            run.strategy.check_model(folder, name)
+        except FileNotFoundError as error:
             raise CheckpointError(
                 f"the checkpoint {folder} is not whole: it has no weights for {name} (looked for "
-                f"{', '.join(layout.weight_files(name))})"
-            )
+                f"{', '.join(layout.weight_files(name))}): {error}"
+            ) from error
+        except (OSError, ValueError, RuntimeError) as error:
+            raise CheckpointError(
+                f"the checkpoint {folder} is not whole: the weights of {name} cannot be read ({error})"
+            ) from error
 
 
 def read_pending(
     run: Run, contents: Contents, folder: Path, manifest: Manifest | None, load_kwargs: Mapping[str, Any]
 ) -> Pending:
     """Read what this rank will hand out. CheckpointError names the file; the random state alone may be missing or unreadable."""
-    scaler = folder / layout.SCALER
-    custom_kwargs = {"weights_only": False, **load_kwargs}
-    progress = {} if manifest is None else _progress(run, folder, manifest)
-    window = progress.get("grad_sync")
+    missing: list[str] = []
+    unlike: list[str] = []
+    scaler = None
+    if run.precision.scaler is not None:
+        scaler = _read_if_there(folder / layout.SCALER, load_kwargs, missing, "the scale of the gradients")
+    progress = _progress(run, folder, manifest, missing, unlike)
     gradients: Gradients = {}
-    if window is not None and window_is_open(window):
+    if window_is_open(progress.get("grad_sync", {})):
         file = folder / layout.gradients_file(run.world.rank)
         gradients = read_file(file, {})
         check_gradients(run, contents, gradients, file)
-    random = _random(run, folder)
+    world_size = None if manifest is None or manifest.world_size == run.world.size else manifest.world_size
+    random = _random(run, folder, missing if world_size is None else [])
     step = progress.get("step") if random is None else random.get("step", progress.get("step"))
     return Pending(
+        folder=folder,
         schedulers=[
-            read_file(folder / layout.scheduler_file(index), load_kwargs)
-            for index in range(len(contents.schedulers))
+            read_file(folder / layout.scheduler_file(item.place), load_kwargs) for item in contents.schedulers
         ],
-        scaler=read_file(scaler, load_kwargs)
-        if run.precision.scaler is not None and scaler.is_file()
-        else None,
-        custom=[
-            read_file(folder / layout.custom_file(index), custom_kwargs)
-            for index in range(len(contents.custom))
-        ],
+        scaler=scaler,
+        custom=[read_file(folder / layout.custom_file(item.place), load_kwargs) for item in contents.custom],
         step=None if step is None else int(step),
-        positions=list(progress.get("positions", ())),
-        window=window,
+        progress=progress,
         gradients=gradients,
+        samplers=[
+            _read_if_there(folder / layout.sampler_file(item.place), load_kwargs, missing, "a sampler")
+            if keeps_sampler(item.thing)
+            else None
+            for item in contents.loaders
+        ],
+        loaders=[_loader_of_others(item, folder, manifest, load_kwargs) for item in contents.loaders],
         random=random,
+        world_size=world_size,
+        missing=missing,
+        unlike=unlike,
     )
 
 
 def hand_out(run: Run, contents: Contents, pending: Pending) -> None:
-    """Give everything to its owner; the random generators come last."""
+    """Give everything to its owner; the random generators come last. One warning tells what the checkpoint has not got, one what cannot go on
+    as it was."""
     for item, state in zip(contents.schedulers, pending.schedulers, strict=True):
         item.thing.load_state_dict(state)
     if pending.scaler is not None:
         run.precision.load_state_dict(pending.scaler)
     for item, state in zip(contents.custom, pending.custom, strict=True):
         item.thing.load_state_dict(state)
-    for item, state in zip(contents.loaders, pending.positions, strict=False):
-        position = getattr(item.thing, "position", None)
-        if position is not None and state is not None:
-            position.load_state_dict(state)
-    if pending.window is not None:
-        run.grad_sync.load_state_dict(pending.window)
+    for item, state in zip(contents.loaders, pending.samplers, strict=True):
+        if state is not None:
+            give_sampler(item.thing, state)
+    for item, state in zip(contents.loaders, pending.loaders, strict=True):
+        if state is not None:
+            item.thing.load_state_dict(state)
+    unlike = [*pending.unlike, *hand_out_progress(run, contents, pending.progress)]
+    if "grad_sync" in pending.progress:
+        run.grad_sync.load_state_dict(pending.progress["grad_sync"])
         give_gradients(run, contents, pending.gradients)
     if pending.step is not None:
         run.step = pending.step
+    if pending.missing:
+        warnings.warn(
+            f"{pending.folder} does not hold all of this run, which goes on with what it has of: {', '.join(pending.missing)}",
+            stacklevel=5,
+        )
+    if pending.world_size is not None:
+        unlike.append("the random generators of each process, which go on by themselves")
+        warnings.warn(
+            f"{pending.folder} was saved by {pending.world_size} processes, now there are {run.world.size}. What is not as it was: "
+            f"{'; '.join(unlike)}",
+            stacklevel=5,
+        )
+    elif unlike:
+        warnings.warn(
+            f"not everything goes on as it was saved in {pending.folder}: {'; '.join(unlike)}", stacklevel=5
+        )
     if pending.random:
-        _restore(pending.random)
+        restore_generators(pending.random)
 
 
-def _exists(folder: Path, name: str) -> bool:
-    """A file, or the folder that a sharding strategy writes under the same stem."""
-    return (folder / name).is_file() or (folder / name.removesuffix(".bin")).is_dir()
-
-
-def _progress(run: Run, folder: Path, manifest: Manifest) -> dict[str, Any]:
-    """Where this rank stood; rank 0's place, without its half window, when another number of ranks saved."""
-    if manifest.world_size == run.world.size:
-        return dict(read_file(folder / layout.progress_file(run.world.rank), {}))
-    progress = dict(read_file(folder / layout.progress_file(0), {}))
-    window = dict(progress.get("grad_sync", {}))
-    lost = ""
-    if window_is_open(window):
-        lost = "; the checkpoint lies inside an accumulation window, whose micro-batches so far are lost: the next one begins a new window"
-        progress["grad_sync"] = {**window, "index": 0, "sync": True, "broken": False}
-    warnings.warn(
-        f"{folder} was saved by {manifest.world_size} processes, now there are {run.world.size}: "
-        f"random generators and positions inside an epoch cannot be the same{lost}",
-        stacklevel=5,
-    )
-    return progress
-
-
-def _random(run: Run, folder: Path) -> dict[str, Any] | None:
-    path = folder / layout.random_file(run.world.rank)
-    if path.is_file():
-        return read_random(path)
-    warnings.warn(f"{folder} holds no {path.name}: the random generators go on as they are", stacklevel=5)
+def _read_if_there(file: Path, load_kwargs: Mapping[str, Any], missing: list[str], what: str) -> Any:
+    if file.is_file():
+        return read_file(file, load_kwargs)
+    missing.append(f"{what} ({file.name})")
     return None
 
 
-def _restore(saved: Mapping[str, Any]) -> None:
-    """A state that does not fit is said: the rest of the run is loaded by now."""
-    try:
-        restore_rng({name: state for name, state in saved.items() if name != "step"})  # warns of missing ones
-    except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError) as error:
-        warnings.warn(
-            f"not all random generators could be restored ({error}): they go on as they are", stacklevel=5
-        )
+def _loader_of_others(
+    item: Item, folder: Path, manifest: Manifest | None, load_kwargs: Mapping[str, Any]
+) -> Any:
+    """The state of a stateful loader in a checkpoint of accelerate, which tells nothing else of it."""
+    file = folder / layout.loader_file(item.place)
+    if (
+        manifest is not None
+        or not getattr(item.thing, "use_stateful_dataloader", False)
+        or not file.is_file()
+    ):
+        return None
+    return read_file(file, load_kwargs)
+
+
+def _progress(
+    run: Run, folder: Path, manifest: Manifest | None, missing: list[str], unlike: list[str]
+) -> dict[str, Any]:
+    """Where this rank stood; rank 0's place, without its half window, when another number of ranks saved."""
+    same = manifest is None or manifest.world_size == run.world.size
+    file = folder / layout.progress_file(run.world.rank if same else 0)
+    if manifest is None and not file.is_file():  # as accelerate writes it
+        missing.append(f"the positions of the loaders and of the accumulation window ({file.name})")
+        return {}
+    progress = dict(read_file(file, {}))
+    if same:
+        return progress
+    progress, lost = of_other_ranks(progress)
+    unlike += lost
+    return progress
+
+
+def _random(run: Run, folder: Path, missing: list[str]) -> dict[str, Any] | None:
+    path = folder / layout.random_file(run.world.rank)
+    if path.is_file():
+        return read_random(path)
+    missing.append(f"the random generators ({path.name})")
+    return None

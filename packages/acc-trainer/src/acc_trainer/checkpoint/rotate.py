@@ -1,51 +1,36 @@
-"""Automatic names: which number is next, and which old checkpoints go when there are more than `total_limit`."""
+"""Automatic names: which number is next, and the deleting of old checkpoints once a new one is safe."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from acc_plugins.options.project import CheckpointPolicy
+
 from .commit import remove
-from .layout import number_of
+from .layout import NotWholeError, number_of
+from .listing import look
 from .manifest import is_whole
-
-
-def numbers_in(folder: Path) -> list[int]:
-    """The numbers of the automatically named folders, in order."""
-    return [number for number, path in _numbered(folder) if path.is_dir()]
+from .policy import to_remove
 
 
 def next_number(folder: Path, at_least: int = 0) -> int:
-    """The number after the newest one's: a folder whole or not, or anything else that has the name."""
-    return max([at_least, *(number + 1 for number, _ in _numbered(folder))])
+    """The number after the highest one in `folder`: a folder whole or not, or anything else that has the name."""
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return max([at_least, *(number + 1 for name in names if (number := number_of(name)) is not None)])
 
 
-def to_remove(numbers: list[int], whole: set[int], newest: int, total_limit: int | None) -> list[int]:
-    """Which older numbers go so that at most `total_limit` folders stay, `newest` among them.
-
-    Whole ones stay before those that are not, new ones before old ones. Nothing goes when `total_limit` is None.
-    """
-    if total_limit is None:
-        return []
-    older = [number for number in numbers if number < newest]
-    by_worth = sorted(older, key=lambda number: (number in whole, number), reverse=True)
-    return sorted(by_worth[max(0, total_limit - 1) :])
-
-
-def prune(folder: Path, newest: Path, total_limit: int | None) -> list[Path]:
-    """Delete what `to_remove` says, now that `newest` is safe; the folders deleted."""
+def prune(folder: Path, newest: Path, policy: CheckpointPolicy | None) -> list[Path]:
+    """Delete what `to_remove` says, now that `newest` is safe; the folders deleted. Nothing goes when `newest` is not whole any more."""
     number = number_of(newest.name)
-    if total_limit is None or number is None:
+    if policy is None or number is None or not is_whole(newest):
         return []
-    numbers = numbers_in(folder)
-    whole = {n for n in numbers if is_whole(folder / f"checkpoint_{n}")}
-    gone = [folder / f"checkpoint_{n}" for n in to_remove(numbers, whole, number, total_limit)]
+    known = [
+        info
+        for info in look(folder)
+        # left alone: what a save is writing, and what cannot be judged now
+        if not info.path.name.startswith(".") and isinstance(info.problem, (NotWholeError, type(None)))
+    ]
+    gone = [info.path for info in to_remove(known, number, policy)]
     for path in gone:
         remove(path)
     return gone
-
-
-def _numbered(folder: Path) -> list[tuple[int, Path]]:
-    if not folder.is_dir():
-        return []
-    found = [(number_of(path.name), path) for path in folder.iterdir()]
-    return sorted((number, path) for number, path in found if number is not None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import pickle
+import threading
 import warnings
 import zipfile
 from collections.abc import Mapping
@@ -16,20 +17,26 @@ from acc_ops.optional import is_available, require
 
 from .layout import CheckpointError
 
+_trusting = threading.Lock()  # what torch trusts is one list of the process
+
 
 def read_file(path: Path, load_kwargs: Mapping[str, Any]) -> Any:
-    """What torch.load makes of it: on the CPU and plain data only, unless `load_kwargs` say otherwise. CheckpointError names the file."""
+    """What torch.load makes of it: on the CPU and plain data only, NumPy's arrays included, unless `load_kwargs` say otherwise.
+
+    CheckpointError names the file, and for objects that could run code the way to trust them.
+    """
     if not path.is_file():
         raise CheckpointError(f"the checkpoint {path.parent} is not whole: {path.name} is missing")
     whole = zipfile.is_zipfile(path)
     try:
-        return torch.load(path, **{"map_location": "cpu", "weights_only": True, **load_kwargs})
+        return _load(path, {"map_location": "cpu", "weights_only": True, **load_kwargs})
     except (pickle.UnpicklingError, EOFError, RuntimeError, OSError, ValueError, KeyError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         if isinstance(error, pickle.UnpicklingError) and (whole or "GLOBAL" in str(error)):
             raise CheckpointError(
-                f"{path} holds objects that could run code when they are loaded: {reason} "
-                "If you trust it: load_state(..., load_kwargs={'weights_only': False})"
+                f"{path} holds objects that could run code when they are loaded: {_refused(error) or reason}. If you trust it: name their "
+                "classes in `with torch.serialization.safe_globals([...]):` around the call, or "
+                "load_state(..., load_kwargs={'weights_only': False})"
             ) from error
         if whole and not isinstance(error, EOFError):
             raise CheckpointError(f"{path} cannot be loaded: {reason}") from error
@@ -38,25 +45,10 @@ def read_file(path: Path, load_kwargs: Mapping[str, Any]) -> Any:
         ) from error
 
 
-def check_file(path: Path) -> None:
-    """CheckpointError unless torch.load can read it; large tensors are mapped, not read, where the format allows it."""
-    read_file(path, {"mmap": True} if zipfile.is_zipfile(path) else {})
-
-
 def read_random(path: Path) -> dict[str, Any]:
-    """The random states of one rank; nothing, and a warning, when it cannot be read.
-
-    accelerate's hold NumPy arrays, which torch trusts only when told to.
-    """
-    trusted: list[Any] = []
-    if is_available("numpy"):
-        numpy = require("numpy", "the random state of NumPy in a checkpoint")
-        rebuild = numpy.zeros(1).__reduce__()[0]
-        both = [(rebuild, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]
-        trusted = [*both, numpy.ndarray, numpy.dtype, type(numpy.dtype(numpy.uint32))]
+    """The random states of one rank; nothing, and a warning, when it cannot be read."""
     try:
-        with torch.serialization.safe_globals([*trusted, codecs.encode]):
-            state = read_file(path, {})
+        state = read_file(path, {})
     except CheckpointError as error:
         warnings.warn(f"the random generators go on as they are: {error}", stacklevel=6)
         return {}
@@ -66,3 +58,34 @@ def read_random(path: Path) -> dict[str, Any]:
         )
         return {}
     return state
+
+
+def _load(path: Path, options: Mapping[str, Any]) -> Any:
+    try:
+        return torch.load(path, **options)
+    except pickle.UnpicklingError as error:
+        if not any(name in str(error) for name in ("numpy", "_codecs")) or not is_available("numpy"):
+            raise
+    with _trusting, torch.serialization.safe_globals(_arrays_of_numpy()):
+        return torch.load(path, **options)
+
+
+def _arrays_of_numpy() -> list[Any]:
+    """What an array or a number of NumPy is pickled with, under its names in NumPy 1 and 2; none of it runs code of others."""
+    numpy = require("numpy", "NumPy's arrays in a checkpoint")
+    rebuilt = ((numpy.zeros(1).__reduce__()[0], "_reconstruct"), (numpy.float64(0).__reduce__()[0], "scalar"))
+    named = [
+        (made, f"numpy.{core}.multiarray.{name}") for made, name in rebuilt for core in ("core", "_core")
+    ]
+    kinds = {type(numpy.dtype(kind)) for kind in "?bBhHiIlLqQefdFD"}
+    return [*named, numpy.ndarray, numpy.dtype, *kinds, codecs.encode]
+
+
+def _refused(error: pickle.UnpicklingError) -> str | None:
+    """The class that torch names in its long text."""
+    found = next((line for line in str(error).splitlines() if "GLOBAL" in line), None)
+    return (
+        None
+        if found is None
+        else found.strip().split(" was not an allowed")[0].removeprefix("WeightsUnpickler error: ")
+    )

@@ -9,6 +9,8 @@ COMMANDS = {  # word -> (module beside this one, what it does)
     "launch": ("launch", "start a script on this machine's processes, or on several machines"),
     "config": ("config", "write a configuration file with default answers"),
     "env": ("env", "show versions, devices and configuration, for a report"),
+    "checkpoints": ("checkpoints", "show which checkpoints lie in a folder, and which are whole"),
+    "merge": ("merge", "merge the weights that FSDP has written in shards into one file"),
     "test": ("check", "start a small script that checks that processes work together and train"),
 }
 HELP = """\
@@ -24,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `acc` with `argv` (the process's own by default); returns the exit code, 2 when the command is unknown."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
-        listed = "\n".join(f"  {name:8} {text}" for name, (_, text) in COMMANDS.items())
+        listed = "\n".join(f"  {name:11} {text}" for name, (_, text) in COMMANDS.items())
         print(HELP.format(commands=listed), end="")
         return 0 if words else 2
     if words[0] in ("-V", "--version"):

@@ -11,7 +11,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from acc_ops.optional import require
+from acc_trainer.data.draws import as_then
 from acc_trainer.data.position import LoaderPosition
+from acc_trainer.data.samplers import has_trusted_length
 from acc_trainer.grad_sync import GradSync
 from acc_trainer.gradient_state import current_grad_sync
 
@@ -82,8 +84,7 @@ class DataLoaderAdapter:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go back to where `state_dict` was taken."""
         if self.use_stateful_dataloader:
-            self.base_dataloader.load_state_dict(dict(state_dict))
-            self.position.go_on_behind(self._steps_in(state_dict))
+            self.position.go_on_behind(self._steps_in(state_dict), self._give_to_base(state_dict))
         else:
             self.position.load_state_dict(state_dict)
 
@@ -99,17 +100,44 @@ class DataLoaderAdapter:
 
     def _state_of_base(self) -> dict[str, Any]:
         """The stateful loader's state, before the one batch that may have been read ahead."""
-        state: dict[str, Any] = (
-            self.base_dataloader.state_dict() if self.dl_state_dict is None else self.dl_state_dict
-        )
+        if self.dl_state_dict is not None:
+            return self.dl_state_dict
+        base = self.base_dataloader
+        opens, loaded = getattr(base, "_iterator", None) is None, getattr(base, "next_iter_state", None)
+        with as_then(
+            {}
+        ):  # it may open an iterator to answer, which draws, and which the next pass would find
+            state: dict[str, Any] = base.state_dict()
+        if opens:
+            base._iterator, base.next_iter_state = None, loaded
+            base._initial_iter_for_state_dict = False
         return state
 
     def _position_loaded(self, state: Mapping[str, Any]) -> None:
         """The position was restored from a checkpoint."""
         self._set_seed(self.position.seed)
-        if self.use_stateful_dataloader and "loader" in state and not state.get("finished"):
-            self.base_dataloader.load_state_dict(dict(state["loader"]))
-            self.position.goes_on = True
+        if not self.use_stateful_dataloader or "loader" not in state or state.get("finished"):
+            return
+        if not state["batches"] and is_fresh(state["loader"]):  # a new pass draws as it would have drawn
+            return
+        self.position.goes_on = True
+        if not state.get("over"):  # else this rank has no batch left of an epoch that others are in
+            self.position.drops = self._give_to_base(state["loader"])
+
+    def _give_to_base(self, state: Mapping[str, Any]) -> int | None:
+        """Let the stateful loader go on from `state`; where it can only read from the beginning, the batches that are to be dropped.
+
+        torchdata would do so by itself, and count what it drops twice, so that its next state is wrong.
+        """
+        if is_stream(self.base_dataloader) and has_no_state(state):
+            self.dl_state_dict = dict(state)  # until the next pass begins
+            return batches_in(state)
+        self.base_dataloader.load_state_dict(dict(state))
+        return None
+
+    def _layout(self) -> dict[str, Any] | None:
+        """How it is split over the ranks, where that is known."""
+        return None
 
     def _set_seed(self, seed: int | None) -> None:
         """Nothing here draws from a seed."""
@@ -161,7 +189,7 @@ class DataLoaderStateMixin:
     @property
     def iteration(self) -> int:
         """The epoch of this pass or, between passes, of the next one."""
-        return self.position.epoch
+        return self.position.upcoming
 
     @iteration.setter
     def iteration(self, epoch: int) -> None:
@@ -203,11 +231,36 @@ def batches_in(state: Mapping[str, Any]) -> int:
     return int(steps) + int(state.get("_steps_since_snapshot", 0))
 
 
+def has_no_state(state: Mapping[str, Any]) -> bool:
+    """Whether the stream in this state of a stateful loader, or its iterator, told none of its own."""
+    if not state:
+        return False
+    workers = state.get("_snapshot", {}).get("_worker_snapshots", {}).values()
+    return all(
+        one.get("dataset_state") is None
+        and (one.get("fetcher_state") or {}).get("dataset_iter_state") is None
+        for one in (workers or [state])
+    )
+
+
+def is_fresh(state: Mapping[str, Any]) -> bool:
+    """Whether nothing was read in this state of a stateful loader, and nothing in it has a state of its own."""
+    main = state.get("_snapshot", {}).get("_main_snapshot", state)
+    return has_no_state(state) and not batches_in(state) and main.get("_index_sampler_state") is None
+
+
 def stateful_loader_class() -> Any:
     """torchdata's `StatefulDataLoader`; `ImportError` without torchdata >= 0.8."""
     require("torchdata", "a stateful data loader (use_stateful_dataloader=True)")
     module = require("torchdata.stateful_dataloader", "a stateful data loader (torchdata 0.8 or newer)")
     return module.StatefulDataLoader
+
+
+def exact_length(loader: Any) -> int | None:
+    """The number of batches where it is certain, else None."""
+    if is_stream(loader) or iterates_itself(loader) or not has_trusted_length(index_sampler(loader)):
+        return None
+    return len(index_sampler(loader))  # a subclass of the loader may have another opinion
 
 
 def clone_loader(loader: Any, **replaced: Any) -> Any:

@@ -12,17 +12,18 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from acc_trainer.data.adapter import batches_in
+from acc_trainer.data.adapter import batches_in, exact_length
 from acc_trainer.data.batch_rows import RowRule
 from acc_trainer.data.batches import mover
-from acc_trainer.data.loader import DataLoaderShard, exact_length
+from acc_trainer.data.loader import DataLoaderShard
 from acc_trainer.data.rows import News, Note, Opening, Receiver, Sender, failure
 from acc_trainer.data.shard import Tail
+from acc_trainer.data.shares import share_of_each
 from acc_trainer.data.skipping import END, Skipped, first_read
 
 
 class _Parts(NamedTuple):
-    """What one step sends: a part for each rank, how many samples they are, and the rows that are samples where not all are."""
+    """What one step sends: a part for each share, how many samples they are, and the rows that are samples where not all are."""
 
     parts: list[Any]
     samples: int
@@ -36,6 +37,8 @@ class DataLoaderDispatcher(DataLoaderShard):
     completed from the first batch unless the loader drops it. Every rank sees as many batches: the loader's, over the ranks, rounded up (down
     with `drop_last`); with `split_batches` as many as the loader has. Raises `RuntimeError` when batches of one step cannot be joined.
     """
+
+    reads_for_all = True
 
     def __init__(
         self,
@@ -79,9 +82,16 @@ class DataLoaderDispatcher(DataLoaderShard):
         return made
 
     @property
+    def shares(self) -> int:
+        """How many shares of the samples there are."""
+        if self.torch_device_mesh is None:
+            return self.world.size
+        return max(share_of_each(self.torch_device_mesh, self.world.size)) + 1
+
+    @property
     def batches_per_step(self) -> int:
         """Batches that rank 0 reads for one step."""
-        return 1 if self.split_batches else self.world.size
+        return 1 if self.split_batches else self.shares
 
     @property
     def total_batch_size(self) -> int:
@@ -113,7 +123,7 @@ class DataLoaderDispatcher(DataLoaderShard):
         try:
             steps = self._grouped(skip, replay, itself)
             following: Any = first_read(steps, self.position)
-            step = None if following is END else sender.step(following.parts)
+            step = None if following is END else sender.step(self._for_ranks(following.parts))
         except BaseException as error:
             with contextlib.suppress(
                 RuntimeError
@@ -125,7 +135,7 @@ class DataLoaderDispatcher(DataLoaderShard):
             made, sent, count = following, step, count + 1
             try:
                 following = self._read_ahead(steps)
-                step = None if following is END else sender.step(following.parts)
+                step = None if following is END else sender.step(self._for_ranks(following.parts))
             except BaseException as error:
                 with contextlib.suppress(RuntimeError):
                     sender.send(sent, Note(count, is_last=True), News(error=_text_of(error)))
@@ -138,7 +148,7 @@ class DataLoaderDispatcher(DataLoaderShard):
 
     def _grouped(self, skip: int, replay: bool, itself: bool) -> Iterator[_Parts]:
         """The parts of each step from step `skip` on."""
-        per_step, ranks = self.batches_per_step, self.world.size
+        per_step, ranks = self.batches_per_step, self.shares
         total = exact_length(self.base_dataloader)
         if total is not None and skip >= self._steps(total):
             return
@@ -149,13 +159,18 @@ class DataLoaderDispatcher(DataLoaderShard):
 
         def first() -> Any:
             """The first batch of the epoch, or the first with rows that was read."""
-            begin = skipped.first_batch(self.base_dataloader) if skip and not itself else read[0]
+            if self.position.first is not None:
+                return self.position.first
+            known = bool(skipped.batches) or (skip and not itself)
+            begin = skipped.first_batch(self.base_dataloader) if known else read[0]
             return begin if rule.count(begin) else read[0]
 
         while group := list(itertools.islice(batches, per_step)):
             if len(group) < per_step and self._drop_last:
                 return
             read = read or [batch for batch in group if rule.count(batch)][:1]
+            if self.use_stateful_dataloader and not itself and self.position.first is None and read:
+                self.position.first = read[0]  # a stateful loader that goes on does not meet it again
             yield self._divided(group, first, ranks, rule)
 
     def _divided(self, group: list[Any], first: Callable[[], Any], ranks: int, rule: RowRule) -> _Parts:
@@ -188,6 +203,10 @@ class DataLoaderDispatcher(DataLoaderShard):
             Tail(real=real, sizes=(share,) * ranks) if missing else None,
         )
 
+    def _for_ranks(self, parts: list[Any]) -> list[Any]:
+        """The part of each rank; some share one."""
+        return [parts[share] for share in share_of_each(self.torch_device_mesh, self.world.size)]
+
     def _completed(self, joined: Any, total: int, missing: int, begin: Any, rule: RowRule) -> Any:
         """The joined batch with `missing` rows of the epoch's first batch, which may be repeated for that."""
         count = rule.count(begin)
@@ -199,7 +218,7 @@ class DataLoaderDispatcher(DataLoaderShard):
     def _cut(self, joined: Any, rows: slice, rank: int, total: int, rule: RowRule) -> Any:
         if self.slice_fn is None:
             return rule.cut(joined, rows, total)
-        return self.slice_fn(joined, rows, process_index=rank, num_processes=self.world.size)
+        return self.slice_fn(joined, rows, process_index=rank, num_processes=self.shares)
 
     # the others --------------------------------------------------------------------------------------------------------------
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 import torch
 
@@ -21,6 +21,7 @@ from acc_ops.world import World, current_world
 from acc_trainer.data.adapter import (
     DataLoaderAdapter,
     DataLoaderStateMixin,
+    exact_length,
     has_deaf_workers,
     index_sampler,
     is_stream,
@@ -30,6 +31,7 @@ from acc_trainer.data.adapter import (
 )
 from acc_trainer.data.batch_rows import RowRule
 from acc_trainer.data.batches import BatchWithTail, mover
+from acc_trainer.data.dealing import layout_of, samples_per_step, take_place
 from acc_trainer.data.in_step import in_step
 from acc_trainer.data.samplers import (
     OneAhead,
@@ -37,9 +39,9 @@ from acc_trainer.data.samplers import (
     SkipBatchSampler,
     check_skip,
     get_sampler,
-    has_trusted_length,
 )
 from acc_trainer.data.shard import BatchSamplerShard, IndexShard, IterableDatasetShard, Tail
+from acc_trainer.data.shares import tail_of_shares
 from acc_trainer.data.skipping import END, Skipped, dropping, first_read, replaying
 
 logger = logging.getLogger(__name__)
@@ -51,6 +53,8 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
     `rng_types` are synchronised over the ranks when a pass begins, `synchronized_generator` among them. `skip_batches` leaves out the
     first batches of each pass. `iteration` is the epoch to begin with. Other arguments go to `DataLoader`.
     """
+
+    reads_for_all: ClassVar[bool] = False  # whether one rank reads what all get
 
     def __init__(
         self,
@@ -99,6 +103,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         iteration: int = 0,
         world: World | None = None,
         rank: int | None = None,
+        shares: int | None = None,
         seeded: Any = None,
         tail: Tail | None = None,
         keeps_step: bool = False,
@@ -112,10 +117,12 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         self.torch_device_mesh = torch_device_mesh
         self._world = world
         self._rank = rank  # whose share this is, where it is not the world's
+        self._shares = shares  # how many there are, where the loader does not show it
         self._seeded = seeded  # what orders the samples by (seed, epoch), if we put it there
         self._tail = tail  # of a loader that was already split over the ranks
         self._keeps_step = keeps_step  # with ranks of which nobody knows how many batches they have
         self._warned = False
+        self._deals = False  # a rest of an epoch that was dealt out anew
         self.position.epoch = iteration
         self.position.seed = getattr(seeded, "initial_seed", getattr(seeded, "seed", None))
         if seeded is None:
@@ -131,18 +138,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
     @property
     def total_batch_size(self) -> int:
         """Samples that all ranks together take in one step; 0 where batches have no fixed size."""
-        indices = index_sampler(self.base_dataloader)
-        if isinstance(indices, SkipBatchSampler):
-            indices = indices.batch_sampler
-        if isinstance(indices, BatchSamplerShard):
-            return (indices.batch_size or 0) * (1 if indices.split_batches else indices.num_processes)
-        if isinstance(indices, IndexShard):
-            return indices.num_processes
-        dataset = self.base_dataloader.dataset
-        if isinstance(dataset, IterableDatasetShard):
-            return dataset.group_size
-        size = getattr(indices, "batch_size", None) or self.base_dataloader.batch_size or 0
-        return int(size) * (self.world.size if self._tail is not None else 1)
+        return samples_per_step(self)
 
     @property
     def total_dataset_length(self) -> int:
@@ -185,6 +181,14 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
                 told.append(listener)
                 listener.set_epoch(epoch)
 
+    def _layout(self) -> dict[str, Any]:
+        return layout_of(self)
+
+    def _position_loaded(self, state: Mapping[str, Any]) -> None:
+        self._set_seed(self.position.seed)
+        if take_place(self, state):
+            super()._position_loaded(state)
+
     def _set_seed(self, seed: int | None) -> None:
         if self._seeded is not None and seed is not None:
             name = "initial_seed" if hasattr(self._seeded, "initial_seed") else "seed"
@@ -197,7 +201,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         itself = position.goes_on
         position.goes_on = False
         skip = position.batches if itself else self.skip_batches
-        replay = position.begin(skip)
+        replay = position.begin(skip, deals=self._deals, itself=itself)
         self._tell_epoch(position.epoch)
         self._synchronize_generators()
         self.dl_state_dict = None
@@ -259,7 +263,9 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         `indices` are read in place of the base loader's own.
         """
         base = self.base_dataloader
-        if itself:
+        if itself and self.position.drops is not None:
+            skip, self.position.drops = self.position.drops, None
+        elif itself:
             with replaying(self.position) if replay else contextlib.nullcontext():
                 return iter(base)
         skipped = skipped if skipped is not None else Skipped()
@@ -282,6 +288,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         position, send = self.position, mover(self.device, self._non_blocking)
         loaders, raise_to_top = self.grad_sync.loaders, self.grad_sync.raise_to_top
         others = self._ends_of_ranks() - {total}
+        position.outlasted = max(others, default=0) > total
         for batch in batches:
             count += 1
             position.batches = count
@@ -345,7 +352,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         for count, step in enumerate(steps, start=skip + 1):
             position.batches = count
             position.is_last = position.ends_window = step.is_last
-            self._note_tail(step.tail)
+            self._note_tail(tail_of_shares(step.tail, self.torch_device_mesh, self.world.size))
             if not grad_sync.loaders or grad_sync.loaders[-1] is not position:
                 grad_sync.raise_to_top(position)
             yield step.batch if send is None else send(step.batch)
@@ -391,10 +398,3 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         position.real, position.sizes = tail.real, tail.sizes
         rank = self.world.rank if self._rank is None else self._rank
         position.padding = tail.sizes[rank] - tail.real[rank]
-
-
-def exact_length(loader: Any) -> int | None:
-    """The number of batches where it is certain, else None."""
-    if is_stream(loader) or iterates_itself(loader) or not has_trusted_length(index_sampler(loader)):
-        return None
-    return len(index_sampler(loader))  # a subclass of the loader may have another opinion

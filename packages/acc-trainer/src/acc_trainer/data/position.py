@@ -35,18 +35,24 @@ class LoaderPosition:
         "_start",
         "ahead",
         "batches",
+        "dealt",
+        "drops",
         "ends_window",
         "epoch",
+        "first",
         "generator",
         "goes_on",
         "is_last",
         "loader",
+        "not_dealt",
+        "outlasted",
         "padding",
         "real",
         "remainder",
         "replay",
         "resumed",
         "rng",
+        "saved_batches",
         "seed",
         "sizes",
         "waiting",
@@ -72,6 +78,14 @@ class LoaderPosition:
         self.replay = False  # the next pass repeats a saved epoch: use `rng`
         # a stateful loader was given a state, from which its next pass continues by itself
         self.goes_on = False
+        # batches of the loader below that it then has to read and drop, as its stream has no state of its own
+        self.drops: int | None = None
+        self.outlasted = False  # at the end of this rank's epoch another rank has batches left
+        self.first: Any = None  # the epoch's first batch, where a stateful loader that dispatches may have to repeat rows of it
+        # what was read of this epoch by runs that were split in another way, and the seed of its order (see `dealing`)
+        self.dealt: dict[str, Any] | None = None
+        self.not_dealt: str | None = None  # why the loaded epoch begins anew
+        self.saved_batches = 0  # of the loaded pass, as the run that saved it counted them
         self.waiting: weakref.ref[Any] | None = None  # the pass that was begun last and has read nothing yet
         self.loader: weakref.ref[Any] | None = None
         self._inner: Callable[[], dict[str, Any]] | None = None  # state of a stateful loader
@@ -81,8 +95,26 @@ class LoaderPosition:
         # the saved pass had been begun, but nothing was read: the next one begins as it did
         self._reopens = False
 
-    def begin(self, skip: int = 0) -> bool:
-        """A pass begins that leaves out `skip` batches; True when it repeats a saved epoch. It has read nothing until `start`."""
+    @property
+    def is_dealt(self) -> bool:
+        """Whether the next pass may be the rest of an epoch that was dealt out anew."""
+        return self.dealt is not None and self._loaded
+
+    @property
+    def seen(self) -> int:
+        """The batches of its epoch that a loaded pass has handed out; 0 where there is none to go on with, or it does so by itself."""
+        return self.batches if self._loaded and not (self._at_end or self.goes_on) else 0
+
+    @property
+    def upcoming(self) -> int:
+        """The epoch of this pass or, after a load, of the next one."""
+        return self.epoch + 1 if self._loaded and self._at_end else self.epoch
+
+    def begin(self, skip: int = 0, *, deals: bool = False, itself: bool = False) -> bool:
+        """A pass begins that leaves out `skip` batches; True when it repeats a saved epoch. It has read nothing until `start`.
+
+        `deals`: it is the rest of an epoch that was dealt out anew. `itself`: a stateful loader goes on by itself.
+        """
         # (`zip(loader, loader)` begins two passes, so two epochs, before it reads)
         behind = self._is_waiting() or self._at_end or self.batches > self._start
         if self._loaded and skip and skip >= self.batches:
@@ -92,6 +124,11 @@ class LoaderPosition:
         if self._reopens and not behind:
             self._go_back_to_start()
         self.waiting, self._reopens = None, False
+        self.outlasted = False
+        if behind or not deals:
+            self.dealt = None
+        if behind or not itself:
+            self.first = None
         self.replay = replay = self.replay and not behind
         self.resumed = self.ahead if replay and skip == self.batches else None
         self.ahead = None
@@ -109,9 +146,10 @@ class LoaderPosition:
         self.waiting = None
         self.replay = False
 
-    def go_on_behind(self, batches: int) -> None:
-        """The next pass goes on behind so many batches, as the stateful loader that is read was told."""
+    def go_on_behind(self, batches: int, drops: int | None = None) -> None:
+        """The next pass goes on behind so many batches, as the stateful loader that is read was told, or by reading and dropping."""
         self.batches = self._start = batches
+        self.drops = drops
         self._loaded = self.goes_on = True
         self.replay = self._at_end = False
 
@@ -121,7 +159,8 @@ class LoaderPosition:
         self.batches = self._start = 0
         self.is_last = False
         self.close()
-        self.rng = self.ahead = None
+        self.rng = self.ahead = self.dealt = self.first = None
+        self.outlasted = False
 
     def note_reading_ahead(self) -> None:
         """The batch behind the one that is handed out next is read now: a saved position must know with which draws."""
@@ -146,18 +185,26 @@ class LoaderPosition:
         self.epoch = epoch
         self.batches = self._start = 0
         self._loaded = self.replay = self._at_end = False
-        self.ahead = None
+        self.ahead = self.dealt = None
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs to continue this loader; plain numbers and tensors."""
-        finished = self.is_last or self._at_end
+        finished = (self.is_last or self._at_end) and not self.outlasted
         state: dict[str, Any] = {
             "epoch": self.epoch,
             "batches": self.batches,
             "padding": self.padding,
             "finished": finished,
+            "over": self.outlasted,
             "seed": self.seed,
         }
+        loader = self._owner()
+        if loader is not None:
+            state["layout"] = loader._layout()
+        if self.dealt is not None:
+            state["dealt"] = self.dealt
+        if self.first is not None and not finished and _is_plain(self.first):
+            state["first"] = self.first
         waiting = self._is_waiting()
         if (self.batches or waiting) and not finished:
             state["reopens"] = waiting and not self.replay
@@ -183,8 +230,11 @@ class LoaderPosition:
         self.epoch = int(state["epoch"])
         self.batches = int(state["batches"])
         self._start = self.batches
-        self._loaded = True
-        if state.get("seed") is not None:
+        self._loaded, self.saved_batches = True, self.batches
+        self.dealt, self.not_dealt, self.first = state.get("dealt"), None, state.get("first")
+        self.goes_on, self.drops = False, None
+        loader = self._owner()
+        if state.get("seed") is not None and (loader is None or self.seed is not None):
             self.seed = int(state["seed"])
         self.rng = state.get("rng")
         self.ahead = state.get("ahead")
@@ -194,9 +244,25 @@ class LoaderPosition:
             self.generator.set_state(state["generator"])
         self.is_last = self.ends_window = False
         self._at_end = bool(state.get("finished"))
-        loader = self.loader() if self.loader is not None else None
         if loader is not None:
             loader._position_loaded(state)
+
+    def begin_anew(self, why: str | None) -> None:
+        """The loaded epoch, of a run that was split in another way, begins with its first batch; `why` says that this cannot be mended."""
+        self.not_dealt = why
+        self.batches = self._start = 0
+        self.ahead = self.dealt = None
+        self.replay = self._reopens = self.goes_on = False
+
+    def deal(self, before: list[Any], seed: int | None) -> None:
+        """The next pass may be the rest of the loaded epoch behind what was read `before`, in the order of `seed` or of the saved generators."""
+        self.begin_anew(None)
+        self.dealt = {"before": before, "seed": seed}
+        self.replay = self.rng is not None
+
+    def _owner(self) -> Any:
+        """The loader that stands here."""
+        return self.loader() if self.loader is not None else None
 
     def _is_waiting(self) -> bool:
         """Whether a pass was begun that has read nothing yet, and still can."""
@@ -215,3 +281,12 @@ class LoaderPosition:
         if self.generator is not None:
             states["generator"] = self.generator.get_state()
         return states
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether torch loads it from a file that it does not trust."""
+    if type(value) is dict:
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (torch.Tensor, bool, int, float, str, bytes)

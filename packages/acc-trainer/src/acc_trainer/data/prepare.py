@@ -26,11 +26,13 @@ from acc_trainer.data.adapter import (
 from acc_trainer.data.agreed import agreed
 from acc_trainer.data.already_split import NOT_SPLIT, drops_last, parts_of, tail_of_distributed
 from acc_trainer.data.batches import CollateWithTail
+from acc_trainer.data.dealing import dealt
 from acc_trainer.data.dispatch import DataLoaderDispatcher
 from acc_trainer.data.in_step import own_shards as shards_of
 from acc_trainer.data.loader import DataLoaderShard
 from acc_trainer.data.samplers import SkipBatchSampler, check_skip, get_sampler, is_random, seedable
 from acc_trainer.data.shard import BatchSamplerShard, IndexShard, IterableDatasetShard
+from acc_trainer.data.shares import shares_of
 from acc_trainer.data.skipping import SkipDataLoader
 
 logger = logging.getLogger(__name__)
@@ -68,7 +70,7 @@ def prepare_data_loader(
     `dispatch_batches` lets rank 0 read and send; None means so for iterable data sets that go to a device. The number and index of
     the process come from the current world unless given; with `torch_device_mesh` ranks that differ only in tensor or context parallelism
     get the same data. Everything else of the loader stays: its class, workers, collate function, attributes. Raises `ValueError` for
-    `dispatch_batches=True` without `put_on_device` or over ranks that share data, and for `split_batches` with a batch size the processes do
+    `dispatch_batches=True` without `put_on_device`, and for `split_batches` with a batch size the processes do
     not divide.
     """
     if not isinstance(dataloader, DataLoader):
@@ -77,7 +79,8 @@ def prepare_data_loader(
         return dataloader
     world = current_world()
     ranks, rank = _data_ranks(torch_device_mesh, world, num_processes, process_index)
-    obstacle = _obstacle_to_dispatching(dataloader, put_on_device, ranks, num_processes or world.size)
+    processes = num_processes or world.size
+    obstacle = _obstacle_to_dispatching(dataloader, put_on_device, ranks)
     if dispatch_batches is None:
         dispatch_batches = is_stream(dataloader) and obstacle is None
     if dispatch_batches and obstacle is not None:
@@ -85,7 +88,7 @@ def prepare_data_loader(
     share = _Share(ranks=ranks, rank=rank, split_batches=split_batches, even_batches=even_batches)
     _check_split(dataloader, share)
     together = world if num_processes in (None, world.size) and world.size > 1 else None
-    by_epoch = use_stateful_dataloader or (ranks > 1 and not dispatch_batches)
+    by_epoch = use_stateful_dataloader or (processes > 1 and not dispatch_batches)
     base, seeded = _ordered(dataloader, by_epoch, use_seedable_sampler, data_seed, together)
     settings: dict[str, Any] = {
         "device": device if put_on_device else None,
@@ -95,12 +98,13 @@ def prepare_data_loader(
         "non_blocking": non_blocking,
         "torch_device_mesh": torch_device_mesh,
         "seeded": seeded,
+        "shares": ranks,
         "world": _as_seen_by(world, ranks),
     }
     if dispatch_batches:
         base = _as_stateful(base) if use_stateful_dataloader else base
         return DataLoaderDispatcher.over(
-            base, split_batches=split_batches, slice_fn=slice_fn_for_dispatch, **settings
+            base, split_batches=split_batches, slice_fn=slice_fn_for_dispatch, rank=rank, **settings
         )
     tail = tail_of_distributed(base, ranks)
     split = tail is not NOT_SPLIT
@@ -125,6 +129,14 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     being read, unless the data set is a stream or the loader's class has an `__iter__` of its own: those are read and dropped.
     """
     count = check_skip(num_batches)
+    if isinstance(dataloader, DataLoaderShard) and dataloader.position.is_dealt and count:
+        if count == dataloader.position.saved_batches:
+            return dealt(dataloader)
+        logger.warning(
+            "skip_first_batches(loader, %d) counts batches from the beginning of the epoch, but the checkpoint was saved by another number of "
+            "processes, or with batches of another size, so they are not those that it has seen: use accelerator.rest_of_epoch(loader)",
+            count,
+        )
     if isinstance(dataloader, (DataLoaderShard, SkipDataLoader)):
         twin = dataloader._twin(dataloader.base_dataloader)
         twin.skip_batches = dataloader.skip_batches + count
@@ -136,6 +148,23 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     return with_indices(dataloader, SkipBatchSampler(index_sampler(dataloader), count))
 
 
+def rest_of_epoch(dataloader: Any) -> Any:
+    """A prepared loader without the batches of its epoch that a loaded checkpoint has seen; the loader itself where there are none.
+
+    So a loop can iterate `rest_of_epoch(loader)` in every epoch. Where another number of processes saved, or batches had another size, the samples
+    that nobody has seen are dealt out to the present ones. `TypeError` for a loader that was not prepared.
+    """
+    if not isinstance(dataloader, DataLoaderShard):
+        raise TypeError(
+            f"rest_of_epoch needs a loader that prepare() has made, got {type(dataloader).__name__}; for others there is "
+            "skip_first_batches"
+        )
+    position = dataloader.position
+    if position.is_dealt:
+        return dealt(dataloader)
+    return skip_first_batches(dataloader, position.seen) if position.seen else dataloader
+
+
 def _data_ranks(
     mesh: Any, world: World, num_processes: int | None, process_index: int | None
 ) -> tuple[int, int]:
@@ -144,26 +173,14 @@ def _data_ranks(
     rank = world.rank if process_index is None else process_index
     if not 0 <= rank < ranks:
         raise ValueError(f"process_index must be in 0..{ranks - 1}, got {rank}")
-    names = getattr(mesh, "mesh_dim_names", None) or ()
-    if mesh is None or not names:
-        return ranks, rank
-    shares, mine = 1, 0
-    for name in names:
-        if str(name).startswith("dp"):  # other dimensions split the model or the sequence: same data
-            size = mesh[name].size()
-            shares, mine = shares * size, mine * size + mesh.get_local_rank(name)
-    return shares, mine
+    shares = shares_of(mesh, rank, ranks)
+    return shares.count, shares.mine
 
 
-def _obstacle_to_dispatching(loader: Any, put_on_device: bool, ranks: int, processes: int) -> str | None:
+def _obstacle_to_dispatching(loader: Any, put_on_device: bool, ranks: int) -> str | None:
     """Why rank 0 cannot read for the others; None where it can."""
     if not put_on_device:
         return "sends batches to the ranks' devices, so it needs put_on_device=True"
-    if ranks != processes:
-        return (
-            f"gives each of the {processes} processes other samples, but in this mesh only {ranks} groups of them have data of their own: use "
-            "dispatch_batches=False"
-        )
     if ranks > 1 and parts_of(loader) > 1:
         return (
             f"lets rank 0 read for all, but this loader's samples are split over {parts_of(loader)} ranks already, so the other parts would be "

@@ -81,7 +81,8 @@ def is_random(sampler: Any) -> bool:
 def seedable(sampler: Any, seed: int) -> tuple[Any, Any]:
     """A copy of a random sampler (`is_random`) ordered by (seed, epoch), and what to tell the epoch.
 
-    The user's own sampler object is left as it is. `follows_shared_seed` of the copy says that nothing else can move its order.
+    The user's own sampler object is left as it is (`made_from` of the copy). `follows_shared_seed` of the copy says that nothing else can
+    move its order.
     """
     if type(sampler) is RandomSampler:
         made = SeedableRandomSampler(
@@ -91,12 +92,14 @@ def seedable(sampler: Any, seed: int) -> tuple[Any, Any]:
             data_seed=seed,
         )
         made.follows_shared_seed = True  # type: ignore[attr-defined]
+        made.made_from = sampler  # type: ignore[attr-defined]
         return made, made
     twin = copy.copy(sampler)
     twin.generator = torch.Generator()
     twin.follows_shared_seed = any(
         type(sampler).__iter__ is one.__iter__ for one in (RandomSampler, *_RANDOM)
     )
+    twin.made_from = sampler
     return twin, SeededPerEpoch(twin, seed)
 
 
@@ -110,6 +113,28 @@ def has_trusted_length(index_sampler: Any) -> bool:
     if type(index_sampler) is BatchSampler:
         return has_trusted_length(index_sampler.sampler)
     return type(index_sampler) in (SequentialSampler, RandomSampler, SeedableRandomSampler, *_RANDOM)
+
+
+class SkippedSamples:
+    """A sampler without its first `count` samples."""
+
+    def __init__(self, sampler: Any, count: int) -> None:
+        self.sampler = sampler
+        self.count = count
+        self.follows_shared_seed = type(sampler) is SequentialSampler or (
+            getattr(sampler, "follows_shared_seed", False) is True
+        )
+
+    @property
+    def trusted_inner(self) -> Any:
+        """What the length is computed from."""
+        return self.sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(iter(self.sampler), self.count, None)
+
+    def __len__(self) -> int:
+        return max(0, len(self.sampler) - self.count)
 
 
 class SkipBatchSampler(BatchSampler):

@@ -11,7 +11,18 @@ from .options import LaunchOptions
 from .unbuilt import FILE_KEYS, refusal, turns_on
 
 _IGNORED = {"main_training_function"}  # always in the file, and only a TPU launch looks at it
-_DISTRIBUTED = {"NO": {}, "MULTI_GPU": {"multi_gpu": True}, "MULTI_CPU": {"use_cpu": True}}
+_DISTRIBUTED = {
+    "NO": {},
+    "MULTI_GPU": {"multi_gpu": True},
+    "MULTI_CPU": {"use_cpu": True},
+    "FSDP": {"use_fsdp": True},
+}
+_BLOCKS = {  # sections of the file -> how the options in them begin, said or not
+    "dynamo_config": "dynamo_",
+    "fsdp_config": "fsdp_",
+    "parallelism_config": "parallelism_config_",
+    "fp8_config": "fp8_",
+}
 _OTHER_GPUS = ("MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_HPU", "MULTI_NEURON")
 
 
@@ -62,7 +73,7 @@ def _parsed(text: str, path: str) -> dict[str, Any]:
 
 def _checked(content: dict[str, Any], path: str) -> dict[str, Any]:
     known = {chosen.key for chosen in options_of(LaunchOptions) if chosen.key}
-    special = {"compute_environment", "distributed_type", "dynamo_config", *FILE_KEYS}
+    special = {"compute_environment", "distributed_type", *_BLOCKS, *FILE_KEYS}
     values: dict[str, Any] = {}
     for key, value in content.items():
         if key in known:
@@ -78,7 +89,10 @@ def _checked(content: dict[str, Any], path: str) -> dict[str, Any]:
         )
     if values.get("num_processes") == -1:
         raise LaunchError(f"{path}: num_processes is -1; write how many processes there shall be")
-    return {**_distributed(content, path), **_dynamo(content, path), **_without_none(values)}
+    blocks = {key: value for name in _BLOCKS for key, value in _block(content, name, path).items()}
+    if content.get("parallelism_config"):
+        blocks["use_parallelism_config"] = True
+    return {**_distributed(content, path), **blocks, **_without_none(values)}
 
 
 def _distributed(content: dict[str, Any], path: str) -> dict[str, Any]:
@@ -93,14 +107,19 @@ def _distributed(content: dict[str, Any], path: str) -> dict[str, Any]:
     return dict(_DISTRIBUTED[name])
 
 
-def _dynamo(content: dict[str, Any], path: str) -> dict[str, Any]:
-    settings = content.get("dynamo_config") or {}
+def _block(content: dict[str, Any], name: str, path: str) -> dict[str, Any]:
+    """A section of the file as options."""
+    settings = content.get(name) or {}
     if not isinstance(settings, dict):
-        raise LaunchError(f"{path}: dynamo_config must hold keys and values, found {settings!r}")
-    named = {key if key.startswith("dynamo_") else f"dynamo_{key}": value for key, value in settings.items()}
+        raise LaunchError(f"{path}: {name} must hold keys and values, found {settings!r}")
+    prefix = _BLOCKS[name]
+    named = {key if key.startswith(prefix) else f"{prefix}{key}": value for key, value in settings.items()}
     if named.get("dynamo_backend") is False:  # YAML reads a bare NO as false
         named["dynamo_backend"] = "no"
-    return named
+    texts = {chosen.key for chosen in options_of(LaunchOptions) if chosen.parse is not None}
+    return _without_none(
+        {key: str(value) if type(value) is int and key in texts else value for key, value in named.items()}
+    )
 
 
 def _without_none(values: dict[str, Any]) -> dict[str, Any]:

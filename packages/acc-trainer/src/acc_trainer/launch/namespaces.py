@@ -10,6 +10,7 @@ import argparse
 import logging
 
 from acc_ops.environment import parse_choice_from_env
+from acc_ops.option_text import text_of
 from acc_ops.options import options_of
 from acc_ops.processes import get_free_port, is_port_in_use
 
@@ -72,11 +73,7 @@ def _plan(args: argparse.Namespace, **fixed: str) -> LaunchPlan:
             raise LaunchError(refusal(name, f"--{name}"))
     arguments = Arguments()
     known = {chosen.name for chosen in options_of(LaunchOptions)}
-    arguments.given = {name: _text(value) for name, value in said.items() if name in known} | fixed
+    arguments.given = {name: text_of(value) for name, value in said.items() if name in known} | fixed
     arguments.script = said.get("training_script")
     arguments.script_args = [str(word) for word in said.get("training_script_args", ())]
     return make_plan(arguments, inherited())
-
-
-def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from acc_ops.enums import DynamoBackend
-from acc_ops.options import check_options, option, options_of
-from acc_plugins.options.compile import TorchDynamoPlugin
+from acc_ops.options import check_options, option
+
+from .engine_options import EngineOptions, names_of
 
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
-_DYNAMO = {declared.flag: declared for declared in options_of(TorchDynamoPlugin)}
-
-
-def _dynamo(flag: str, default: Any, **more: Any) -> Any:
-    """The launcher's option for a field of TorchDynamoPlugin, as that declares it; with a default where a plugin asks the environment."""
-    declared = _DYNAMO[flag]
-    return option(
-        default, **{"env": declared.env, "help": declared.help, "choices": declared.choices, **more}
-    )
-
-
 SECTIONS: dict[str, tuple[str, ...]] = {  # the order of `acc launch --help`
     "General": ("config_file", "quiet", "debug", "dry_run", "module", "no_python"),
     "What runs where": (
@@ -39,6 +27,9 @@ SECTIONS: dict[str, tuple[str, ...]] = {  # the order of `acc launch --help`
         "dynamo_use_dynamic",
         "dynamo_use_regional_compilation",
     ),
+    "FSDP": ("use_fsdp", *names_of("FSDP")),
+    "Parallelism": ("use_parallelism_config", *names_of("Parallelism")),
+    "fp8": names_of("fp8"),
     "Several machines": (
         "num_machines",
         "machine_rank",
@@ -60,8 +51,8 @@ SHORT = {"-q": "quiet", "-m": "module", "-t": "tee"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchOptions:
-    """What can be said to `acc launch`. None means: not said, and chosen when the plan is made."""
+class GeneralOptions:
+    """What runs where, and how."""
 
     config_file: str | None = option(
         None,
@@ -99,14 +90,6 @@ class LaunchOptions:
         help="micro-batches per step; wins over the script's",
     )
 
-    dynamo_backend: str = _dynamo(
-        "dynamo_backend", "no", choices=[name.lower() for name in DynamoBackend.list()], parse=str.lower
-    )
-    dynamo_mode: str = _dynamo("dynamo_mode", "default")
-    dynamo_use_fullgraph: bool = _dynamo("dynamo_use_fullgraph", False)
-    dynamo_use_dynamic: bool | None = _dynamo("dynamo_use_dynamic", None)
-    dynamo_use_regional_compilation: bool = _dynamo("dynamo_use_regional_compilation", False)
-
     num_machines: int = option(1, help="machines that take part")
     machine_rank: int | None = option(None, help="which of them this is, from 0")
     main_process_ip: str | None = option(None, help="address of machine 0")
@@ -124,6 +107,11 @@ class LaunchOptions:
     tee: str = option("0", help="copy output into log files too: 3, or 0:3,1:1 (see torchrun)")
     log_dir: str | None = option(None, help="folder of log files")
     role: str = option("default", help="name of this group of processes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions(EngineOptions, GeneralOptions):
+    """What can be said to `acc launch`. None means: not said, and chosen when the plan is made."""
 
     def __post_init__(self) -> None:
         check_options(self)

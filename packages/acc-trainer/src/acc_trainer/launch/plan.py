@@ -13,6 +13,7 @@ from acc_ops.options import OptionError, options_of, resolve, sources, to_env
 from .arguments import Arguments, checked
 from .config_path import default_config_path
 from .elastic_checks import check_elastic
+from .engine_options import check_engines, not_for_workers, override_variables, without_effect
 from .errors import LaunchError
 from .machine import count_accelerators, count_cores, count_ids, visibility_variable
 from .options import LaunchOptions
@@ -96,6 +97,8 @@ def make_plan(arguments: Arguments, environ: Mapping[str, str]) -> LaunchPlan:
     script = _script(arguments, options, environ)
     num_machines, machine_rank = _machines(options)
     num_processes, note = _processes(options, num_machines, environ)
+    checked(check_engines, options, num_processes)
+    note += without_effect(options, sources(options))
     runner = _runner(options, num_processes)
     if options.main_process_ip is None and num_machines > 1:
         raise LaunchError("--num_machines above 1 needs --main_process_ip, the address of machine 0")
@@ -207,7 +210,10 @@ def _variables(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str]:
         threads = max(1, count_cores() // plan.processes_here) if options.cpu else 1
         options = replace(options, num_cpu_threads_per_process=threads)
     inherited = {chosen.env for chosen in options_of(LaunchOptions) if origins[chosen.name] == "environment"}
-    variables = {name: text for name, text in to_env(options).items() if name not in inherited}
+    withheld = not_for_workers(options, origins)
+    kept = {chosen.env for chosen in options_of(LaunchOptions) if chosen.name not in withheld} - inherited
+    variables = {name: text for name, text in to_env(options).items() if name in kept}
+    variables.update(override_variables(options, origins))
     if options.gpu_ids not in (None, "all"):
         variables[visibility_variable(environ)] = options.gpu_ids or ""
     return variables

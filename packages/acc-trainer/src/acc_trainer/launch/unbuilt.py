@@ -14,11 +14,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {  # a name with * stands for every option
         "offload_param_*",
         "gradient_clipping",
     ),
-    "FSDP": ("use_fsdp", "fsdp_*"),
     "Megatron-LM": ("use_megatron_lm", "megatron_lm_*"),
-    "torch's tensor parallelism": ("torch_tp_plugin",),
-    "the parallelism configuration": ("use_parallelism_config", "parallelism_config*"),
-    "a recipe for fp8 by option (its ACCELERATE_FP8_* variables work)": ("fp8_*",),
     "TPU": (
         "tpu",
         "tpu_*",
@@ -35,21 +31,16 @@ _GROUPS: dict[str, tuple[str, ...]] = {  # a name with * stands for every option
 }
 _SWITCHES = {  # take no value
     "use_deepspeed",
-    "use_fsdp",
     "use_megatron_lm",
-    "use_parallelism_config",
     "tpu",
     "tpu_cluster",
     "no_tpu_cluster",
     "tpu_use_sudo",
     "downcast_bf16",
-    "fp8_use_autocast_during_eval",
 }
 _TURN_ON = {  # choose the thing by being given; the others only tune it
     "use_deepspeed",
-    "use_fsdp",
     "use_megatron_lm",
-    "use_parallelism_config",
     "tpu",
     "tpu_cluster",
     "tpu_use_sudo",
@@ -59,12 +50,8 @@ _TURN_ON = {  # choose the thing by being given; the others only tune it
     "aws_access_key_id",
     "aws_secret_access_key",
     "mpirun_hostfile",
-    "fp8_backend",
     "deepspeed_config",
-    "fsdp_config",
     "megatron_lm_config",
-    "parallelism_config",
-    "fp8_config",
     "mpirun_config",
     "tpu_name",
     "tpu_zone",
@@ -77,10 +64,7 @@ _TURN_ON = {  # choose the thing by being given; the others only tune it
 _OFF = {"", "no", "none", "false", "0", "off", "f", "n"}
 FILE_KEYS = (  # what a configuration file of accelerate may hold beside our own options
     "deepspeed_config",
-    "fsdp_config",
     "megatron_lm_config",
-    "parallelism_config",
-    "fp8_config",
     "mpirun_config",
     "main_training_function",
     "downcast_bf16",
@@ -130,7 +114,7 @@ def refuse_unbuilt(**given: object) -> None:
 
 def refuse_unbuilt_variables() -> None:
     """Raise `ValueError` for an environment variable that turns such a thing on."""
-    for name in ("use_deepspeed", "use_fsdp", "use_megatron_lm", "use_parallelism_config"):
+    for name in ("use_deepspeed", "use_megatron_lm"):
         variable = f"ACCELERATE_{name.upper()}"
         if parse_flag_from_env(variable):
             raise ValueError(refusal(name, f"{variable} is set") + ", unset it")

@@ -13,6 +13,7 @@ class DVCLiveTracker(GeneralTracker):
     """The `live` given, or a new `dvclive.Live` with the keyword arguments. Raises `ImportError` without dvclive."""
 
     name = "dvclive"
+    counts_steps = True
     requires_logging_directory = False
     library_available = staticmethod(is_dvclive_available)
 

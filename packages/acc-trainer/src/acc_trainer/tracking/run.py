@@ -47,6 +47,8 @@ class Trackers:
         self._running: list[Running] = []
         self._begun = False
         self._told = False  # that values go nowhere
+        self._count = 0  # the step of a `log` without one, where a tracker counts for itself
+        self._goes_on = False  # whether a checkpoint was loaded, so that such a tracker is told
         if log_with:
             # a lazy start: the files of all trackers are read only where some are wanted
             from acc_trainer.tracking.registry import filter_trackers  # noqa: PLC0415
@@ -153,7 +155,17 @@ class Trackers:
                 continue
             kwargs = log_kwargs.get(one.name, _NO_KWARGS)
             what = "values" if step is None else f"the values of step {step}"
-            self._try(one, what, partial(one.tracker.log, dict(values), step=step, **kwargs))
+            shown = self._count if step is None and self._goes_on and one.tracker.counts_steps else step
+            self._try(one, what, partial(one.tracker.log, dict(values), step=shown, **kwargs))
+        self._count = (self._count if step is None else step) + 1
+
+    def state_dict(self) -> dict[str, int]:
+        """The step that comes next, for a checkpoint."""
+        return {"count": self._count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the steps of the saved run; before or after `start`."""
+        self._count, self._goes_on = int(state["count"]), True
 
     def _try(
         self,
@@ -199,7 +211,9 @@ class Trackers:
     def finish(self) -> None:
         """Finish every tracker, also when one of them fails, and say what was lost."""
         running, self._running = self._running, []
-        self._begun = False
+        if self._begun:
+            self._begun = self._goes_on = False
+            self._count = 0
         for one in running:
             error = _failure_of(one.tracker.finish, ())
             if error is not None:

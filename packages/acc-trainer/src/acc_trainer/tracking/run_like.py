@@ -12,6 +12,7 @@ from acc_trainer.tracking.values import number_of, plain
 class RunTracker(GeneralTracker):
     """A run in the project `run_name` of the module called `name`; keyword arguments go to its `init`. `ImportError` without it."""
 
+    counts_steps = True
     requires_logging_directory = False
     main_process_only = False
 

@@ -37,6 +37,7 @@ class GeneralTracker:
     name: str
     requires_logging_directory: bool
     main_process_only = True
+    counts_steps: ClassVar[bool] = False  # whether a `log` without a step is the step after the last one
     library_available: ClassVar[Callable[[], bool]] = staticmethod(lambda: True)
 
     def __init__(self, _blank: bool = False) -> None:

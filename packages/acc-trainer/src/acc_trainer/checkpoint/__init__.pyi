@@ -1,0 +1,16 @@
+from .contents import give_names as give_names
+from .layout import CheckpointError as CheckpointError
+from .listing import CheckpointInfo as CheckpointInfo
+from .listing import Checkpoints as Checkpoints
+from .listing import look as look
+from .listing import look_in_project as look_in_project
+from .listing import newest_whole as newest_whole
+from .manifest import Manifest as Manifest
+from .manifest import check_whole as check_whole
+from .manifest import is_whole as is_whole
+from .plain import load_accelerator_state as load_accelerator_state
+from .plain import save_accelerator_state as save_accelerator_state
+from .read import load_custom_state as load_custom_state
+from .read import load_state as load_state
+from .write import save_custom_state as save_custom_state
+from .write import save_state as save_state
