@@ -80,6 +80,31 @@ def _alone(replicas: int) -> tuple[list[float], dict[str, Tensor], list[float], 
     return losses, gradients, norms, model.state_dict()
 
 
+def _resumed(options: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Five steps in one pipeline, saved, and the rest in another that starts from other weights."""
+    words, keep, _ = _batch(0)
+    example = ((words,), {"keep": keep, "scale": 2.0})
+    first = Pipelined(_model(), example, _loss, **options)
+    optimizer = torch.optim.AdamW(first.parameters(), lr=1e-2)
+    losses = [_step(first, optimizer, step) for step in range(5)]
+    told = [first.with_optimizer(optimizer).state_dict()]
+    torch.distributed.broadcast_object_list(told)  # a file, otherwise
+    torch.manual_seed(7)
+    second = Pipelined(Words().double(), example, _loss, **other)
+    optimizer = torch.optim.AdamW(second.parameters(), lr=1.0)
+    second.with_optimizer(optimizer).load_state_dict(told[0])
+    return {"losses": losses + [_step(second, optimizer, step) for step in range(5, _STEPS)]}
+
+
+def _step(pipe: Pipelined, optimizer: torch.optim.Optimizer, step: int) -> float:
+    words, keep, target = _batch(step)
+    loss = float(pipe.step(words, keep=keep, scale=2.0, target=target))
+    pipe.clip_norm(0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
 def _trained(options: dict[str, Any]) -> dict[str, Any]:
     world, replicas = current_world(), options.get("replicas", 1)
     replica = world.rank // (world.size // replicas)
@@ -104,8 +129,13 @@ def _each(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [_trained(options) for options in cases]
 
 
-def _check(size: int, cases: list[dict[str, Any]]) -> None:
-    ranks = run_processes(size, _each, cases)
+def _each_and_resumed(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [*_each(cases), _resumed(cases[1], cases[2])]
+
+
+def _check(size: int, cases: list[dict[str, Any]], run: Any = _each) -> list[Any]:
+    """Trains in every pipeline, and compares with one process; what `run` did besides, for each rank."""
+    ranks = run_processes(size, run, cases)
     for number, options in enumerate(cases):
         replicas = options.get("replicas", 1)
         losses, gradients, norms, weights = _alone(replicas)
@@ -125,17 +155,17 @@ def _check(size: int, cases: list[dict[str, Any]]) -> None:
         for name, value in got[0]["state"].items():
             torch.testing.assert_close(value, weights[name], msg=f"{options} {name}")
         assert all(one["held"] < sum(p.numel() for p in _model().parameters()) for one in got)
+    return [rank[len(cases) :] for rank in ranks]
 
 
-def test_two_stages_train_as_one_process() -> None:
-    _check(
-        2,
-        [
-            {"microbatches": 2, "schedule": "gpipe"},
-            {"microbatches": 4, "schedule": "1f1b", "split": ["blocks.1"]},
-            {"microbatches": 2, "schedule": "interleaved1f1b", "stages_per_rank": 2},
-        ],
-    )
+def test_two_stages_train_as_one_process_and_go_on_as_other_stages() -> None:
+    cases = [
+        {"microbatches": 2, "schedule": "gpipe"},
+        {"microbatches": 4, "schedule": "1f1b", "split": ["blocks.1"]},
+        {"microbatches": 2, "schedule": "interleaved1f1b", "stages_per_rank": 2},
+    ]
+    for (resumed,) in _check(2, cases, _each_and_resumed):
+        torch.testing.assert_close(resumed["losses"], _alone(1)[0])
 
 
 def test_four_processes_train_as_one() -> None:

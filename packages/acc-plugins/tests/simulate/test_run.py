@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from acc_plugins import FullyShardedDataParallelPlugin, ParallelismConfig
 from acc_plugins.simulate import Simulation, simulate
+from acc_plugins.simulate.plan import can_pretend
+from acc_plugins.support import UnsupportedError
 
 _WIDTH, _WORDS, _BLOCKS = 16, 64, 3
 _BLOCK = 2 * 4 * _WIDTH * _WIDTH + 5 * _WIDTH  # elements of a block
@@ -47,6 +49,9 @@ class Words(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
+needs_shards = pytest.mark.skipif(not can_pretend(), reason="this torch cannot gather what has no memory")
+
+
 def _by_blocks(**options: Any) -> FullyShardedDataParallelPlugin:
     return FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", **options
@@ -76,6 +81,7 @@ def test_replicas_exchange_all_gradients() -> None:
     assert _moved(result, "dp_replicate", "all_reduce") == (4 * _MODEL, 2 * 4 * _MODEL * 7 // 8)
 
 
+@needs_shards
 @pytest.mark.parametrize(("reshards", "gathers"), [(True, 2), (False, 1)])
 def test_shards_are_gathered_for_forward_and_again_for_backward(reshards: bool, gathers: int) -> None:
     result = simulate(Words, _BATCH, world_size=4, fsdp_plugin=_by_blocks(reshard_after_forward=reshards))
@@ -86,6 +92,7 @@ def test_shards_are_gathered_for_forward_and_again_for_backward(reshards: bool, 
     assert _moved(result, "dp_shard", "reduce_scatter") == (once, once * 3 // 4)
 
 
+@needs_shards
 def test_replicas_of_shards_reduce_what_they_have_scattered() -> None:
     sizes = ParallelismConfig(dp_replicate_size=2, dp_shard_size=4)
     result = simulate(Words, _BATCH, world_size=8, parallelism=sizes, fsdp_plugin=_by_blocks())
@@ -99,6 +106,7 @@ def test_split_layers_exchange_one_activation_per_block_and_direction() -> None:
     assert result.weights == 4 * (whole + (_MODEL - whole) // 4)
 
 
+@needs_shards
 def test_sixteen_thousand_ranks_take_no_longer_than_their_meshes() -> None:
     sizes = ParallelismConfig(dp_replicate_size=16, dp_shard_size=128, tp_size=8)
     result = simulate(
@@ -113,6 +121,7 @@ def test_sixteen_thousand_ranks_take_no_longer_than_their_meshes() -> None:
     assert {one.axis for one in result.traffic} == {"dp_replicate", "dp_shard", "tp"}
 
 
+@needs_shards
 def test_recomputing_keeps_fewer_activations() -> None:
     none, blocks, full = (
         simulate(Words, _BATCH, world_size=2, fsdp_plugin=_by_blocks(), recompute=how).activations
@@ -123,6 +132,7 @@ def test_recomputing_keeps_fewer_activations() -> None:
     assert none - blocks == _BLOCKS * 4 * inputs  # relu's output, which is four times as wide
 
 
+@needs_shards
 def test_half_the_bits_gather_half_the_bytes() -> None:
     whole, half = (
         simulate(Words, _BATCH, world_size=2, fsdp_plugin=_by_blocks(), mixed_precision=how)
@@ -137,6 +147,7 @@ def test_other_optimizers_keep_other_states() -> None:
     assert result.optimizer == 0
 
 
+@needs_shards
 def test_the_model_the_batch_and_the_process_are_left_as_they_were() -> None:
     model = Words().train(False)
     before = {name: (id(p), p.clone()) for name, p in model.named_parameters()}
@@ -159,6 +170,7 @@ def test_a_batch_may_be_named_or_in_order_and_the_loss_may_be_chosen() -> None:
     assert chosen.weights == results[0].weights
 
 
+@needs_shards
 def test_a_result_can_be_read_by_people_and_by_programs() -> None:
     result = simulate(Words, _BATCH, world_size=2, fsdp_plugin=_by_blocks())
     assert "2 ranks (dp_shard 2)" in str(result)
@@ -192,6 +204,12 @@ def test_what_cannot_be_is_said(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         simulate(model, batch, **options)
     assert not dist.is_initialized()
+
+
+@pytest.mark.skipif(can_pretend(), reason="this torch can")
+def test_a_torch_that_cannot_is_said() -> None:
+    with pytest.raises(UnsupportedError, match="newer torch"):
+        simulate(Words, _BATCH, world_size=2, fsdp_plugin=_by_blocks())
 
 
 def test_what_is_no_model_is_said() -> None:

@@ -4,3 +4,4 @@ from __future__ import annotations
 
 from acc_plugins.pipeline.errors import PipelineError as PipelineError
 from acc_plugins.pipeline.pipelined import Pipelined as Pipelined
+from acc_plugins.pipeline.saving import PipelineState as PipelineState

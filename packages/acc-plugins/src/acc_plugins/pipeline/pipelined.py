@@ -22,6 +22,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
 )
+from torch.optim import Optimizer
 
 from acc_bigmodel.inference.stages import choose_split_points
 from acc_ops.exchange import tried
@@ -29,6 +30,7 @@ from acc_ops.object_collectives import gather_object
 from acc_ops.world import World, current_world
 from acc_plugins.pipeline.errors import PipelineError
 from acc_plugins.pipeline.graph import Cut, Leaves, cut, split_inputs, trace
+from acc_plugins.pipeline.saving import PipelineState, gathered_on_first
 from acc_plugins.pipeline.stage import StageModule
 from acc_plugins.strategies.same_start import send_from_rank_0
 
@@ -183,6 +185,21 @@ class Pipelined:
         with torch.no_grad():
             for name, value in own.items():
                 value.copy_(state[name])
+
+    def with_optimizer(self, optimizer: Optimizer) -> PipelineState:
+        """This pipeline and the optimizer of its weights as one object to save, for other numbers of stages, too."""
+        return PipelineState(self, optimizer)
+
+    def names_by_weight(self) -> dict[nn.Parameter, list[str]]:
+        """All names of each weight of the model; a tied one has several."""
+        names: dict[nn.Parameter, list[str]] = {}
+        for name, p in self.model.named_parameters(remove_duplicate=False):
+            names.setdefault(p, []).append(name)
+        return names
+
+    def tell_first(self, value: Any) -> list[Any]:
+        """What every rank of this pipeline tells its first rank, in order; [] on the others."""
+        return gathered_on_first(value, self._line, self._place, self.ranks)
 
     def _hand(self, value: Tensor, owner: int) -> None:
         if self._place == owner:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -26,9 +25,9 @@ from acc_plugins.strategies.checkpointing import checkpoint_block
 from acc_plugins.strategies.fsdp2 import shard_mesh
 from acc_plugins.strategies.fsdp2_sharding import Sharding, parameters_apart, wrap
 from acc_plugins.strategies.fsdp2_wrapping import chosen_blocks, units_of
+from acc_plugins.support import UnsupportedError
 
 _FORMATS = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-_JOINED = ("dp_shard_cp", "dp_cp", "dp")
 _DDP_BUCKETS = (
     1024 * 1024,
     25 * 1024 * 1024,
@@ -65,11 +64,20 @@ def make_plan(
         )
     if parallelism.dp_shard_enabled and plugin is None:
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    if plugin is not None and not can_pretend():
+        raise UnsupportedError(
+            f"torch {torch.__version__} cannot gather shards that only pretend to have memory: use a newer torch, or leave fsdp_plugin out"
+        )
     if parallelism.sp_enabled:
         raise ValueError(
             "simulate does not split sequences by sp_size: simulate cp_size, which keeps as much on a rank"
         )
     return Plan(parallelism, plugin, mixed_precision, recompute)
+
+
+def can_pretend() -> bool:
+    """Whether this torch runs collectives on tensors without memory."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key("c10d::_allgather_base_", "Meta"))
 
 
 @dataclass
@@ -98,12 +106,13 @@ class Plan:
         if self.mesh is None:
             return {}
         found: dict[str, str] = {}
-        for axis in itertools.chain(self.axes, _JOINED):
-            try:
-                group = self.mesh[axis].get_group()
-            except KeyError:  # no such axes in use
-                continue
-            found.setdefault(group.group_name, axis)
+        lines = {axis: self.mesh[axis] for axis in self.axes}
+        lines.update(
+            (name, self.parallelism.joined_mesh(name, self.mesh)) for name in ("dp_shard_cp", "dp_cp", "dp")
+        )
+        for axis, line in lines.items():
+            if line is not None:
+                found.setdefault(line.get_group().group_name, axis)
         return found
 
     def split(self, model: nn.Module, world: World) -> nn.Module:

@@ -9,7 +9,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensorMode,
+)
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -48,7 +51,8 @@ def simulate(
     computed again in backward: none, those inside each block (as FSDP's plugin chooses blocks), or all.
 
     Nothing is sent, no memory is taken, nothing is changed. Raises RuntimeError in a process that has a process group; ValueError for sizes that do not
-    make `world_size`, options that do not fit each other, and a model whose path depends on values.
+    make `world_size`, options that do not fit each other, and a model whose path depends on values; UnsupportedError (a ValueError) for
+    shards where this torch cannot pretend to gather them (2.6).
     """
     plan = make_plan(world_size, parallelism, fsdp_plugin, mixed_precision, recompute)
     skeleton = meta_copy(model)
