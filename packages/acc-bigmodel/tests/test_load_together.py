@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from acc_bigmodel import load_checkpoint_in_model, save_weights
-from acc_bigmodel.load_together import BroadcastStore, together
+from acc_bigmodel.load_together import BroadcastStore
 from acc_bigmodel.stores.store import ReplacedFileError
 from acc_ops.testing import run_threads
 from acc_ops.world import current_world
@@ -81,30 +81,3 @@ def _fails_at(name: str, peek: Callable[[str], torch.Tensor]) -> Callable[[str],
         return peek(wanted)
 
     return failing
-
-
-class Unpicklable(Exception):
-    def __init__(self, number: int, more: str) -> None:
-        super().__init__(f"{number} {more}")
-
-
-@pytest.mark.parametrize(
-    ("error", "kind", "text"),
-    [
-        (ValueError("bad file"), ValueError, "bad file"),
-        (Unpicklable(3, "times"), RuntimeError, "Unpicklable: 3 times"),
-    ],
-)
-def test_the_error_of_one_rank_is_raised_on_all(error: Exception, kind: type[Exception], text: str) -> None:
-    def work() -> int:
-        if current_world().rank == 1:
-            raise error
-        return current_world().rank
-
-    def run() -> str:
-        with pytest.raises(kind) as caught:
-            together(current_world(), work)
-        return str(caught.value)
-
-    assert run_threads(3, run) == [text] * 3
-    assert run_threads(3, lambda: together(current_world(), lambda: 7)) == [7, 7, 7]

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from acc_bigmodel import load_weights, open_store, save_weights
+from acc_bigmodel import load_weights, open_store, save, save_weights
 from acc_bigmodel.stores import safetensors
 from acc_bigmodel.stores.safetensors import SafetensorsStore
 from acc_ops.testing import run_threads
@@ -299,3 +299,22 @@ def test_a_mixture_of_shards_stays_marked_until_a_save_is_whole(
     save_weights(new, tmp_path, "model", 16)
     assert same(load_weights(tmp_path, "model"), new)
     assert not [name for name in names(tmp_path) if name.startswith(".")]
+
+
+@pytest.mark.parametrize("stopped", [KeyboardInterrupt, OSError(28, "No space left on device")])
+@pytest.mark.parametrize("handling", [False, True])
+def test_what_ends_a_write_is_not_hidden_by_an_error_of_torchs(tmp_path, monkeypatch, stopped, handling):
+    def write(out, content):
+        if len(content) > 1000:
+            raise stopped
+        return out._out.write(content)
+
+    monkeypatch.setattr(save._Noting, "write", write)  # as a signal that comes before its first line
+    with pytest.raises((KeyboardInterrupt, OSError)) as error:
+        try:
+            raise ValueError("of the caller")
+        except ValueError:
+            if handling:
+                save.write_torch_file(tmp_path / "a.bin", torch.ones(2000))
+        save.write_torch_file(tmp_path / "a.bin", torch.ones(2000))
+    assert error.type is (stopped if isinstance(stopped, type) else type(stopped))

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from acc_ops.exchange import Call, MismatchError, Row, agree, digest_of, room_bytes
+from acc_ops.exchange import Call, MismatchError, Row, agree, digest_of, room_bytes, together
 from acc_ops.prepared import MayDiffer
 from acc_ops.testing import run_threads
 from acc_ops.wire import from_bytes, to_bytes
@@ -202,3 +202,33 @@ def test_a_rank_that_cannot_even_explain_itself_keeps_nobody_waiting(part: str) 
     first, second = run_threads(2, call)
     assert first == second
     assert "rank 1 cannot be described: " in first
+
+
+class Unpicklable(Exception):
+    def __init__(self, number: int, more: str) -> None:
+        super().__init__(f"{number} {more}")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (ValueError("bad file"), ValueError, "bad file"),
+        (Unpicklable(3, "times"), RuntimeError, "Unpicklable: 3 times"),
+    ],
+)
+def test_the_error_of_one_rank_is_raised_on_all(error: Exception, kind: type[Exception], text: str) -> None:
+    def work() -> int:
+        if current_world().rank == 1:
+            raise error
+        return current_world().rank
+
+    def run() -> str:
+        with pytest.raises(kind) as caught:
+            together(current_world(), work)
+        cause = caught.value.__cause__
+        assert (cause is error) == (current_world().rank == 1)
+        assert current_world().rank == 1 or str(cause) == "rank 1 raised this"
+        return str(caught.value)
+
+    assert run_threads(3, run) == [text] * 3
+    assert run_threads(3, lambda: together(current_world(), lambda: 7)) == [7, 7, 7]

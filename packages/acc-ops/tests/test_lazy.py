@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from acc_ops.lazy import LazyModule
+from acc_ops.lazy import LazyLogger, LazyModule
 
 
 def test_a_lazy_module_is_imported_when_something_of_it_is_asked_for() -> None:
@@ -34,3 +34,19 @@ def test_what_the_module_has_not_is_an_attribute_error_that_names_it() -> None:
         LazyModule("colorsys").nothing
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
         LazyModule("no_such_module").anything
+
+
+def test_a_lazy_logger_loads_logging_when_it_speaks_and_names_who_called(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    code = (
+        "import sys; from acc_ops.lazy import LazyLogger; logger = LazyLogger('a.b'); "
+        "print('logging' in sys.modules); logger.warning('x'); print('logging' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-S", "-c", f"import sys; sys.path[:0] = {sys.path!r}; {code}"],
+                         capture_output=True, text=True, check=True).stdout  # fmt: skip
+    assert out.split() == ["False", "True"]
+    LazyLogger("a.b").warning("%d of them", 3)
+    (record,) = caplog.records
+    assert (record.name, record.getMessage(), record.filename) == ("a.b", "3 of them", "test_lazy.py")
+    assert repr(LazyLogger("a.b")) == "LazyLogger('a.b')"

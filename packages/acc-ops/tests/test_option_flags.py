@@ -72,6 +72,17 @@ def test_words_of_the_script_are_not_touched():
     assert attach_values(["--cpu", "--", "--cpu"], Launch) == ["--cpu=true", "--", "--cpu"]
 
 
+def test_a_short_flag_stands_for_a_long_one_before_the_script():
+    argv = ["-c", "-m", "no", "train.py", "-c"]
+    assert attach_values(argv, Launch, short={"-c": "cpu", "-m": "mode"}) == [
+        "--cpu=true",
+        "--mode",
+        "no",
+        "train.py",
+        "-c",
+    ]
+
+
 def test_what_is_left_out_is_known(parser):
     given = parser.parse_args(["--num_processes", "2"])
     assert given.cpu is NOT_GIVEN

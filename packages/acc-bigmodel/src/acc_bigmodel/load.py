@@ -36,7 +36,7 @@ from acc_bigmodel.load_plan import (
     named,
     plan_load,
 )
-from acc_bigmodel.load_together import BroadcastStore, load_sharded, together
+from acc_bigmodel.load_together import BroadcastStore, load_sharded
 from acc_bigmodel.offload import offloading_into
 from acc_bigmodel.placement import CPU, DISK, Device
 from acc_bigmodel.stores.safetensors import SafetensorsStore, check_format
@@ -44,6 +44,7 @@ from acc_bigmodel.stores.torch_file import read_torch_file
 from acc_hooks.prefetch import LAYERS_AHEAD
 from acc_hooks.ties import every_tensor
 from acc_ops.devices import canonical_device
+from acc_ops.exchange import together
 from acc_ops.modules import model_has_dtensor
 from acc_ops.world import current_world
 

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import functools
 import os
-import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,11 +22,9 @@ from acc_bigmodel.checkpoint_files import open_store
 from acc_bigmodel.load_plan import CheckpointMismatch, LoadReport, LoadWishes, plan_load
 from acc_bigmodel.stores.pieces import give_back
 from acc_bigmodel.stores.store import FileSlice, WeightStore
-from acc_ops.exchange import tried
+from acc_ops.exchange import raise_together, together, tried
 from acc_ops.optional import require
 from acc_ops.world import World
-
-R = TypeVar("R")
 
 
 class BroadcastStore(WeightStore):
@@ -122,22 +119,6 @@ class _Layout:
     alias_of: str
 
 
-def together(world: World, work: Callable[[], R]) -> R:
-    """What `work` returns here; when it raises on any rank, every rank raises the error of the first of them."""
-    result, error = tried(work)
-    raise_together(world, error)
-    return result  # type: ignore[return-value]  # without an error it is what `work` returned
-
-
-def raise_together(world: World, error: Exception | None) -> None:
-    """Raise the error of the first rank that has one, on every rank; a collective."""
-    told = world.comm.all_gather_object(None if error is None else _portable(error))
-    for rank, text in enumerate(told):
-        if text is not None:
-            first: Exception = pickle.loads(text)
-            raise first from (error if rank == world.rank else None)
-
-
 def load_sharded(
     model: nn.Module,
     checkpoint: str | os.PathLike[str],
@@ -176,13 +157,3 @@ def load_sharded(
     )
     checkpointing.set_model_state_dict(model, state, options=options)
     return report
-
-
-def _portable(error: Exception) -> bytes:
-    """The error as bytes from which it can be made again; one that cannot becomes a RuntimeError with its text."""
-    try:
-        text = pickle.dumps(error)
-        pickle.loads(text)
-    except Exception:  # noqa: BLE001 - any class may refuse, in any way
-        return pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
-    return text

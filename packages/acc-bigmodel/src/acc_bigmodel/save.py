@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -195,13 +196,14 @@ def _write(file: Path, shard: list[Item], state: Mapping[str, torch.Tensor], saf
 
 
 def write_torch_file(file: str | os.PathLike[str], content: Any) -> None:
-    """torch.save, synced; raises the OSError of a file that cannot be written, which torch.save hides."""
+    """torch.save, synced; raises what torch.save hides behind an error of its own: the OSError of a file that cannot be written, an interrupt."""
     with Path(file).open("wb") as out:
         noting: Any = _Noting(out)
+        before = sys.exc_info()[1]  # the caller may be handling an error
         try:
             torch.save(content, noting)
         except RuntimeError as error:
-            raise noting.error or error from None
+            raise noting.error or _first_of(error, before) from None
         out.flush()
         os.fsync(out.fileno())
 
@@ -211,17 +213,24 @@ class _Noting:
 
     def __init__(self, out: BinaryIO) -> None:
         self._out = out
-        self.error: OSError | None = None
+        self.error: BaseException | None = None
 
     def write(self, content: bytes) -> int:
         try:
             return self._out.write(content)
-        except OSError as error:
+        except BaseException as error:
             self.error = error
             raise
 
     def flush(self) -> None:
         self._out.flush()
+
+
+def _first_of(error: BaseException, before: BaseException | None) -> BaseException:
+    """The error during the handling of which `error` was raised, unless that is one of `before`."""
+    while error.__context__ is not None and error.__context__ is not before:
+        error = error.__context__
+    return error
 
 
 def _write_index(file: Path, files: list[str], shards: list[list[Item]]) -> str:

@@ -12,3 +12,11 @@ def whole_number(number: Any, name: str) -> int:
         return operator.index(number)
     except TypeError:
         raise TypeError(f"{name} must be a whole number, got {number!r:.60}") from None
+
+
+def at_least_0(number: Any, name: str) -> int:
+    """`number` as an int. Raises TypeError as `whole_number`, and ValueError for one below 0."""
+    counted = whole_number(number, name)
+    if counted < 0:
+        raise ValueError(f"{name} must be at least 0, got {counted}")
+    return counted

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+from acc_ops.callers import warn_caller
 from acc_ops.exchange import Call, DistributedOperationException, MismatchError, agree, room_bytes, tried
 from acc_ops.object_collectives import (
     broadcast_object_list,
@@ -192,10 +192,9 @@ def pad_across_processes(
     )
     plain, arguments = checked or (tensor, ())
     if plain is not tensor:
-        warnings.warn(
+        warn_caller(
             "pad_across_processes passes nested tensors on unchanged: they have no single size to pad to",
             CannotPadNestedTensorWarning,
-            stacklevel=2,
         )
     ready = prepare(
         "pad_across_processes",
@@ -270,9 +269,6 @@ def chained_operation(function: Callable[P, R]) -> Callable[P, R]:
     return named
 
 
-_CALLER_OF_COLLECTIVE = 5  # stacklevel of a warning in what the collective gives to tried()
-
-
 def _raise_error(ready: Prepared) -> None:
     if ready.call.error is not None:
         raise ready.call.error
@@ -314,10 +310,7 @@ def _check_arguments(reduction: str, scale: float, device: torch.device) -> Argu
     if not hasattr(scale, "__float__"):
         raise TypeError(f"scale must be a number, got {scale!r:.60}")
     if scale != 1.0 and device.type != "xla":
-        warnings.warn(
-            f"reduce(scale={scale}) only acts on XLA devices, this is {device}",
-            stacklevel=_CALLER_OF_COLLECTIVE,
-        )
+        warn_caller(f"reduce(scale={scale}) only acts on XLA devices, this is {device}")
     return (("scale", repr(float(scale))),)
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from acc_ops.lazy import LazyLogger
 from acc_ops.option_text import truth_of
 
 T = TypeVar("T")
-logger = logging.getLogger(__name__)
+logger = LazyLogger(__name__)
 
 _OWN_PREFIX = "ACCELERATE_"
 _UNSAFE = (";", "\n", "<", ">", " ")  # in a file of variables a shell would read these as more than text

@@ -5,13 +5,14 @@ what structure of data, and how many bytes of payload this rank has. The rest of
 fits, the call is over. Otherwise one more collective carries it. As every rank sees every header, all of them notice a difference at once,
 all send a description, and all raise the same error; the group can be used afterwards. The header's size depends on nothing
 but the size of the world, so that ranks that disagree about everything else agree about it. A rank that fails while it makes its part ready
-sends its error in the header's place: `tried` keeps what it raised until then.
+sends its error in the header's place: `tried` keeps what it raised until then. `together` is for work that no collective follows.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import pickle
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
@@ -66,6 +67,24 @@ def tried(work: Callable[[], R]) -> tuple[R | None, Exception | None]:
         return work(), None
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         return None, error
+
+
+def together(world: World, work: Callable[[], R]) -> R:
+    """What `work` returns here; when it raises on any rank, every rank raises the error of the first of them. Every rank calls it."""
+    result, error = tried(work)
+    raise_together(world, error)
+    return result  # type: ignore[return-value]  # without an error it is what `work` returned
+
+
+def raise_together(world: World, error: Exception | None) -> None:
+    """Raise the error of the first rank that has one, on every rank, whose `__cause__` names that rank elsewhere; every rank calls it."""
+    told = world.comm.all_gather_object(None if error is None else _portable(error))
+    for rank, text in enumerate(told):
+        if text is not None:
+            first: Exception = pickle.loads(text)
+            raise first from (
+                error if rank == world.rank else DistributedOperationException(f"rank {rank} raised this")
+            )
 
 
 def agree(
@@ -130,6 +149,16 @@ def digest_of(*parts: Any) -> bytes:
     pickled. Raises TypeError for others, such as objects that are equal only to themselves.
     """
     return hashlib.blake2b("\n".join(_texts(parts)).encode(), digest_size=16).digest()
+
+
+def _portable(error: Exception) -> bytes:
+    """The error as bytes from which it can be made again; one that cannot becomes a RuntimeError with its text."""
+    try:
+        text = pickle.dumps(error)
+        pickle.loads(text)
+    except Exception:  # noqa: BLE001 - any class may refuse, in any way
+        return pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+    return text
 
 
 # agreed, digest of the sizes, payload bytes, payload is inside, this rank has an error; filled up, so that what follows is aligned

@@ -57,3 +57,18 @@ class LazyModule:
 
     def __repr__(self) -> str:
         return f"LazyModule({self._name!r})"
+
+
+class LazyLogger:
+    """Stands for `logging.getLogger(name)`, so that who has nothing to say does not load logging (4 ms of the command line's start)."""
+
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(importlib.import_module("logging").getLogger(self._name), attribute)
+
+    def __repr__(self) -> str:
+        return f"LazyLogger({self._name!r})"

@@ -196,9 +196,9 @@ def _kind_of(cls: type, field: dataclasses.Field[Any], parse: Callable[[str], An
     """The annotation as an object. Evaluated for options only, so that other fields may name types that exist for type checkers alone."""
     if not isinstance(field.type, str):
         return field.type
-    home = next(base for base in cls.__mro__ if field.name in inspect.get_annotations(base))
+    home: Any = next(base for base in cls.__mro__ if field.name in _annotations_of(base))
     try:
-        return eval(field.type, vars(sys.modules[home.__module__]), dict(vars(home)))
+        return _evaluated(field.type, home)
     except (NameError, AttributeError, TypeError) as error:
         if parse is not None:
             return object
@@ -206,6 +206,17 @@ def _kind_of(cls: type, field: dataclasses.Field[Any], parse: Callable[[str], An
             f"the type {field.type!r} of {cls.__name__}.{field.name} cannot be evaluated ({error}): "
             "import its names at module level, or give the option a parse="
         ) from None
+
+
+# a class that inherits options asks again for those of its base: both answers are kept
+@functools.lru_cache(maxsize=512)
+def _annotations_of(cls: Any) -> dict[str, Any]:
+    return inspect.get_annotations(cls)
+
+
+@functools.lru_cache(maxsize=2048)
+def _evaluated(text: str, home: Any) -> Any:
+    return eval(text, vars(sys.modules[home.__module__]), dict(vars(home)))
 
 
 def _spelling(given: str | bool | None, name: str) -> str | None:

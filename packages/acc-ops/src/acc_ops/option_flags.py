@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from acc_ops.option_fields import NOT_GIVEN, Option, OptionError, convert, options_of
@@ -35,8 +36,10 @@ def add_flags(parser: argparse.ArgumentParser, cls: type, *, title: str | None =
         )
 
 
-def attach_values(argv: Sequence[str], *classes: type) -> list[str]:
-    """`argv` with every boolean flag's value joined to it (`--cpu train.py` -> `--cpu=true train.py`).
+def attach_values(
+    argv: Sequence[str], *classes: type, short: Mapping[str, str] = MappingProxyType({})
+) -> list[str]:
+    """`argv` with every boolean flag's value joined to it (`--cpu train.py` -> `--cpu=true train.py`); `short`: `-q` -> the flag it stands for.
 
     Without it argparse would take the script for the value of `--cpu`. Ends at the first positional or `--`: what follows is not ours.
     """
@@ -45,6 +48,7 @@ def attach_values(argv: Sequence[str], *classes: type) -> list[str]:
     rest = list(argv)
     while rest and rest[0].startswith("-") and rest[0] != "--":
         word = rest.pop(0)
+        word = f"--{short[word]}" if word in short else word
         chosen = flags.get(word[2:].replace("-", "_")) if word.startswith("--") else None
         if chosen is None:
             joined.append(word)

@@ -7,7 +7,6 @@ import os
 import random
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from acc_ops.callers import warn_caller
 from acc_ops.devices import DeviceRow, device_module, device_row, present_kind
 
 if TYPE_CHECKING:
@@ -87,10 +87,9 @@ def restore_rng(state: Mapping[str, Any]) -> list[str]:
                 f"state[{name!r}] is no state of that random generator ({error}): pass what capture_rng() returned"
             ) from error
     if missing:
-        warnings.warn(
+        warn_caller(
             f"the state of these random generators could not be restored: {', '.join(missing)}; "
-            "what depends on them does not continue as before",
-            stacklevel=2,
+            "what depends on them does not continue as before"
         )
     return missing
 

@@ -9,6 +9,7 @@ import re
 import torch
 
 from acc_ops.enums import CustomDtype
+from acc_ops.shown_bytes import convert_bytes as convert_bytes
 
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*(?:([kmgtpe]?)(i?)(b))?\s*", re.IGNORECASE)
 _POWERS = {prefix: power for power, prefix in enumerate(("", "k", "m", "g", "t", "p", "e"))}
@@ -51,15 +52,6 @@ def convert_file_size_to_int(size: int | float | str) -> int:
     if number < 0:
         raise ValueError(_complaint(size))
     return number
-
-
-def convert_bytes(size: float) -> str:
-    """A number of bytes for people: `84.64 MB`, in steps of 1024."""
-    for unit in ("bytes", "KB", "MB", "GB", "TB"):
-        if abs(size) < 1024:
-            return f"{round(size, 2)} {unit}"
-        size /= 1024
-    return f"{round(size, 2)} PB"
 
 
 def _bytes_of_text(text: str) -> int:

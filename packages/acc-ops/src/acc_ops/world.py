@@ -226,7 +226,19 @@ def destroy_group() -> None:
     """
     _tell_others("destroyed its process group")
     _let_gloo_finish()
+    forget_meshes()
     dist.destroy_process_group()
+
+
+def forget_meshes() -> None:
+    """Let go of the meshes that torch remembers for this thread's operations on DTensors.
+
+    The last owner of a gloo group waits for its threads. If that were torch's memory, it would be so in a child that another thread forks, where
+    those threads are missing: a segmentation fault (torch 2.13).
+    """
+    forget = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
+    if forget is not None:
+        forget()
 
 
 def _tell_others(what: str) -> None:
