@@ -1,7 +1,8 @@
-"""The rows of "What to choose" in the README of acc-plugins, each run as it stands there."""
+"""The rows of "What to choose" in the README of acc-plugins and its scripts that need acc-trainer, each run as it stands there."""
 
 from __future__ import annotations
 
+import os
 import re
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import acc_plugins
+from acc_bigmodel import load_weights
 from acc_ops.optional import is_available
 from acc_ops.testing import run_processes
 from acc_plugins.parallel import set_plan
@@ -24,6 +26,11 @@ ROW = re.compile(
 ROWS = [
     (row["case"].strip(), int(row["size"]), row["say"])
     for row in ROW.finditer(README.read_text(encoding="utf-8"))
+]
+SCRIPTS = [
+    code
+    for code in re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    if "acc_trainer" in code
 ]
 _TIME, _WIDTH, _STEPS = 8, 16, 6
 
@@ -78,20 +85,55 @@ def _train(say: str) -> list[float]:
     return losses
 
 
-def _train_all(rows: list[tuple[str, int, str]]) -> dict[str, list[float]]:
+def _train_all(
+    rows: list[tuple[str, int, str]], scripts: list[str], folder: str
+) -> tuple[dict[str, list[float]], list[dict[str, Tensor]]]:
+    """The losses of each row, and the weights that each script ends with."""
     torch.set_num_threads(1)
-    return {f"{case} ({size}): {say}": _train(say) for case, size, say in rows}
+    os.chdir(folder)
+    return {f"{case} ({size}): {say}": _train(say) for case, size, say in rows}, list(map(_run, scripts))
+
+
+def _run(script: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    names: dict[str, Any] = {}
+    exec(compile(script, str(README), "exec"), names)
+    return {
+        name: value.detach() for name, value in names["model"].state_dict().items() if type(value) is Tensor
+    }
 
 
 @pytest.mark.parametrize("size", sorted({size for _, size, _ in ROWS}))
-def test_every_row_trains_and_all_come_to_the_same(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_row_trains_and_all_come_to_the_same(
+    size: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     rows = [row for row in ROWS if row[1] == size and ("fp8" not in row[2] or is_available("torchao"))]
     expected = _reference()
-    for case, losses in run_processes(size, _train_all, rows, timeout_s=250)[0].items():
+    scripts = SCRIPTS if size == 2 else []
+    told, ends = run_processes(size, _train_all, rows, scripts, str(tmp_path), timeout_s=250)[0]
+    if scripts:
+        _check_scripts(tmp_path, ends)
+    for case, losses in told.items():
         coarse = 0.05 if "mixed_precision" in case else 1e-4
         assert losses == pytest.approx(expected, rel=coarse), case
     assert expected[-1] < expected[0]
+
+
+def _check_scripts(folder: Path, ends: list[dict[str, Tensor]]) -> None:
+    """Shards make one set of files, and split sequences the weights of whole ones."""
+    shards, context = SCRIPTS
+    assert "fsdp_version=2" in shards
+    assert set(load_weights(folder / "runs" / "export", "model")) == {
+        f"{block}.{layer}.{what}"
+        for block in range(4)
+        for layer in ("up", "down")
+        for what in ("weight", "bias")
+    }
+    assert (folder / "runs" / "sharded" / "pytorch_model_fsdp_0").is_dir()
+    alone = context.replace("parallelism_config=ParallelismConfig(cp_size=2)", "")
+    assert alone != context
+    torch.testing.assert_close(ends[1], _run(alone), rtol=1e-3, atol=1e-5)
 
 
 def _reference() -> list[float]:

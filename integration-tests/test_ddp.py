@@ -272,6 +272,19 @@ def _bf16_hook_on_gloo() -> None:
         strategy.prepare(Bundle(models=[nn.Linear(1, 1)]))
 
 
+def _what_is_unfrozen_later_is_an_error() -> None:
+    for frozen in ("all", "some"):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        (model if frozen == "all" else model[1]).requires_grad_(False)
+        strategy = choose_strategy(current_world(), Precision())
+        (made,) = strategy.prepare(Bundle(models=[model])).models
+        if frozen == "some":
+            strategy.backward(made(torch.ones(1, 2)).sum())
+        model.requires_grad_(True)
+        with pytest.raises(RuntimeError, match=r"was frozen when the model was prepared.*before prepare"):
+            strategy.backward(made(torch.ones(1, 2)).sum())
+
+
 def test_what_only_processes_can_show() -> None:
     run_processes(
         2,
@@ -281,6 +294,7 @@ def test_what_only_processes_can_show() -> None:
             _evaluation_and_ready_wrapped_models,
             _mixed_precision_overflow_on_one_rank_skips_on_all,
             _hooks_compress_and_still_average,
+            _what_is_unfrozen_later_is_an_error,
             _buffers_follow_rank_0_unless_told_otherwise,
             _the_same_as_the_replicated_strategy,
             _a_static_graph_accumulates,
@@ -299,5 +313,5 @@ def _mismatch() -> None:
 
 
 def test_different_models_are_an_error_and_no_hang() -> None:
-    with pytest.raises(RankFailed, match=r"size|shape"):
+    with pytest.raises(RankFailed, match="the ranks built different models"):
         run_processes(2, _mismatch, timeout_s=60)

@@ -18,6 +18,7 @@ from acc_plugins.options.fsdp import FullyShardedDataParallelPlugin
 from acc_plugins.options.kwargs import GradScalerKwargs
 from acc_plugins.precisions.precision import Precision
 from acc_plugins.states.names import plain_name
+from acc_plugins.strategies.ddp import DDPStrategy
 from acc_plugins.strategies.fsdp1 import FSDP1Strategy
 from acc_plugins.strategies.registry import choose_precision
 from acc_plugins.strategies.strategy import Bundle, Strategy
@@ -255,7 +256,7 @@ def _meta_starts() -> None:
         model = _net()
     model[1].inner.weight = model[0].inner.weight  # tied
     strategy = _strategy(cpu_ram_efficient_loading=True, sync_module_states=True, use_orig_params=True)
-    optimizer = _sgd(model.parameters())
+    optimizer: Any = torch.optim.Adagrad(model.parameters())  # which makes its state at once, on meta too
     (wrapped,) = strategy.prepare(Bundle(models=[model], optimizers=[optimizer])).models
     with FullyShardedDataParallel.summon_full_params(wrapped):
         assert torch.equal(model[0].inner.weight, expected[0].inner.weight)
@@ -413,6 +414,85 @@ def _what_cannot_be_is_refused_on_every_rank() -> None:
     )
 
 
+def _ranks_that_disagree_are_refused_before_anything_is_sent() -> None:
+    rank = current_world().rank
+    for mine, word in (
+        ({"use_orig_params": bool(rank)}, "use_orig_params is False on rank 0 and True on rank 1"),
+        (
+            {"sharding_strategy": ("SHARD_GRAD_OP", "HYBRID_SHARD")[rank]},
+            "sharding_strategy is SHARD_GRAD_OP",
+        ),
+        (
+            {"ignored_modules": "2" if rank else "1"},
+            r"treat Sequential differently: \('1', 'ignored'\) on rank 0",
+        ),
+        ({"auto_wrap_policy": _takes_a_module_alone if rank else None}, "no '0' on rank 0"),
+    ):
+        _raises(ValueError, word, lambda mine=mine: _strategy(**mine).prepare(Bundle(models=[_net()])))
+    half = _net()
+    half[2].requires_grad_(rank == 0)
+    _raises(ValueError, "'trained'.*'frozen'", lambda: _strategy().prepare(Bundle(models=[half])))
+    other = FSDP1Strategy if rank else DDPStrategy
+    plugin = (FullyShardedDataParallelPlugin(fsdp_version=1),) if rank else ()
+    strategy = other(current_world(), Precision(), *plugin)
+    _raises(
+        ValueError,
+        "the strategy is ddp on rank 0 and fsdp1 on rank 1",
+        lambda: strategy.prepare(Bundle(models=[_net()])),
+    )
+
+
+def _takes_a_module_alone(module: nn.Module) -> bool:
+    return isinstance(module, _Block)
+
+
+def _a_policy_may_take_the_module_alone() -> None:
+    strategy = _strategy(use_orig_params=True, auto_wrap_policy=_takes_a_module_alone)
+    (wrapped,) = strategy.prepare(Bundle(models=[_net()])).models
+    assert len(FullyShardedDataParallel.fsdp_modules(wrapped)) == 3
+
+
+def _what_pieces_cannot_be_is_refused() -> None:
+    model = _net()
+    lbfgs = torch.optim.LBFGS(model.parameters())
+    _raises(
+        ValueError,
+        "LBFGS .*fsdp_version=2",
+        lambda: _strategy().prepare(Bundle(models=[model], optimizers=[lbfgs])),
+    )
+    complex_one = nn.ParameterDict({"c": nn.Parameter(torch.ones(2, dtype=torch.complex64))})
+    _raises(
+        ValueError,
+        "c of ParameterDict holds numbers of torch.complex64",
+        lambda: _strategy().prepare(Bundle(models=[complex_one])),
+    )
+
+
+def _ignored_modules_may_be_unfrozen_later() -> None:
+    model, reference = _net(), _net()
+    model[2].requires_grad_(False)
+    strategy = _strategy(use_orig_params=True, ignored_modules="2")
+    (wrapped,) = strategy.prepare(Bundle(models=[model])).models
+    model[2].requires_grad_(True)
+    strategy.backward(wrapped(_x()).square().mean())
+    for rank in (0, 1):
+        x = torch.full((2, 4), 1.0 + rank, dtype=torch.float64)
+        (reference(x).square().mean() / 2).backward()
+    torch.testing.assert_close(model[2].weight.grad, reference[2].weight.grad)
+
+
+def _running_statistics_are_rank_0_s() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+    strategy = _strategy(use_orig_params=True)
+    (wrapped,) = strategy.prepare(Bundle(models=[model])).models
+    with strategy.without_sync(wrapped):
+        strategy.backward(wrapped(_x()).sum())
+    assert model[0].running_mean[0].item() == pytest.approx(0.1 * (1 + current_world().rank))
+    strategy.backward(wrapped(_x()).sum())
+    assert model[0].running_mean[0].item() == pytest.approx(0.19)
+    assert model[0].num_batches_tracked.item() == 2
+
+
 def test_what_only_fsdp1_does() -> None:
     run_processes(
         2,
@@ -429,6 +509,11 @@ def test_what_only_fsdp1_does() -> None:
             _frozen_parameters,
             _one_plugin_serves_models_with_other_blocks,
             _what_cannot_be_is_refused_on_every_rank,
+            _ranks_that_disagree_are_refused_before_anything_is_sent,
+            _a_policy_may_take_the_module_alone,
+            _what_pieces_cannot_be_is_refused,
+            _ignored_modules_may_be_unfrozen_later,
+            _running_statistics_are_rank_0_s,
         ],
     )
 

@@ -227,7 +227,8 @@ def only_rank_0_has_the_weights() -> None:
             with torch.device("meta"):
                 model = Model(tied=tied).double()
         strategy = _fsdp2(**BY_CLASS, cpu_ram_efficient_loading=True)
-        optimizer, own = (torch.optim.Adam(m.parameters(), lr=0.01) for m in (model, reference))
+        kind = torch.optim.Adam if tied else torch.optim.Adagrad  # which makes its state at once, on meta too
+        optimizer, own = (kind(m.parameters(), lr=0.01) for m in (model, reference))
         made = strategy.prepare(Bundle(models=[model], optimizers=[optimizer]))
         assert made.models[0].shift.equal(reference.shift)  # type: ignore[union-attr]
         _trains_alike(strategy, made.models[0], made.optimizers[0], reference, own)
@@ -273,6 +274,55 @@ def ignored_modules_stay_whole_and_are_averaged() -> None:
         assert "groups.a.0.fc.weight" not in names
         assert list(made[0].state_dict()) == list(made[2].state_dict())
         _trains_alike(strategy, *made)
+
+
+def ignored_modules_may_be_unfrozen_later() -> None:
+    model = _made()
+    model.last.requires_grad_(False)
+    strategy = _fsdp2(**BY_CLASS, ignored_modules="last")
+    made = _prepared(strategy, model)
+    for one in (made[0], made[2]):
+        one.last.requires_grad_(True)  # type: ignore[union-attr]
+    _trains_alike(strategy, *made)
+
+
+def running_statistics_are_rank_0_s() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
+    strategy = _fsdp2()
+    (made,) = strategy.prepare(Bundle(models=[model])).models
+    x = torch.full((3, 2), 1.0 + current_world().rank)
+    with strategy.without_sync(made):
+        strategy.backward(made(x).sum())
+    assert model[0].running_mean[0].item() == pytest.approx(0.1 * x[0, 0].item())
+    strategy.backward(made(x).sum())
+    assert model[0].running_mean[0].item() == pytest.approx(0.19)
+    assert model[0].num_batches_tracked.item() == 2
+
+
+def complex_weights_are_clipped_with_the_others() -> None:
+    values = torch.arange(8, dtype=torch.float64).view(4, 2)
+    model = nn.ParameterDict(
+        {"z": nn.Parameter(torch.complex(values, -values)), "x": nn.Parameter(values.clone())}
+    )
+    reference = copy.deepcopy(model)
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.p = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return ((self.p["z"].abs() + self.p["x"]) * x).sum()
+
+    strategy = _fsdp2()
+    (made,) = strategy.prepare(Bundle(models=[Both()])).models
+    for kind in (1.0, 2.0, float("inf")):
+        made.zero_grad()
+        reference.zero_grad()
+        strategy.backward(made(values + 1))
+        ((reference["z"].abs() + reference["x"]) * (values + 1)).sum().backward()
+        norm = strategy.clip_norm(made.parameters(), 0.5, kind)
+        torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5, kind))
 
 
 def optimizers_follow_in_any_order_with_their_state_and_groups() -> None:
@@ -365,6 +415,25 @@ def what_cannot_be_is_an_error_on_every_rank_and_changes_nothing() -> None:
     wrong = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Blok"]}
     with pytest.raises(ValueError, match=r"rank 1 cannot go on: |no module of a class"):
         _fsdp2(**(wrong if world.rank == 1 else BY_CLASS)).prepare(Bundle(models=[model]))
+    for mine, word in (
+        (
+            {"reshard_after_forward": world.is_main},
+            "reshard_after_forward is True on rank 0 and False on rank 1",
+        ),
+        ({"ignored_modules": "last" if world.is_main else None}, "'last', 'ignored'.*no 'last' on rank 1"),
+        (
+            {"state_dict_type": f"{'FULL' if world.is_main else 'SHARDED'}_STATE_DICT"},
+            "state_dict_type is FULL",
+        ),
+    ):
+        with pytest.raises(ValueError, match=word):
+            _fsdp2(**mine).prepare(Bundle(models=[model]))
+    other = choose_strategy(world, Precision()) if world.is_main else _fsdp2()
+    with pytest.raises(ValueError, match="the strategy is ddp on rank 0 and fsdp2 on rank 1"):
+        other.prepare(Bundle(models=[model]))
+    rprop = torch.optim.Rprop(model.parameters())
+    with pytest.raises(ValueError, match="Rprop does not run on DTensors"):
+        _fsdp2().prepare(Bundle(models=[model], optimizers=[rprop]))
     with pytest.raises(ValueError, match="the ranks built different models"):
         _fsdp2().prepare(Bundle(models=[nn.Linear(2 + world.rank, 1)]))
     assert type(model) is Model
@@ -426,6 +495,9 @@ SCENARIOS = [
     a_model_that_nobody_has_values_for_begins_as_its_modules_do,
     frozen_weights_and_adapters_train_alike,
     ignored_modules_stay_whole_and_are_averaged,
+    ignored_modules_may_be_unfrozen_later,
+    running_statistics_are_rank_0_s,
+    complex_weights_are_clipped_with_the_others,
     optimizers_follow_in_any_order_with_their_state_and_groups,
     models_of_several_prepares_share_a_backward_and_a_norm,
     dropout_is_the_same_when_a_block_computes_again,

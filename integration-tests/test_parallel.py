@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -274,7 +275,9 @@ def _mixes_over_four() -> None:
     _trains_as_one_process(cp_size=4, mask=_MASK)
 
 
-def _accelerated(*, fsdp: bool = False, precision: str = "no", **sizes: int) -> None:
+def _accelerated(
+    *, fsdp: bool = False, ignored: str | None = None, early: bool = False, **sizes: int
+) -> None:
     """The same through an Accelerator: loaders that give ranks of one sample the same batch, metrics that count each sample once."""
     from torch.utils.data import DataLoader
 
@@ -282,7 +285,11 @@ def _accelerated(*, fsdp: bool = False, precision: str = "no", **sizes: int) -> 
     from acc_trainer import Accelerator
 
     config = ParallelismConfig(**sizes)
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy=None) if fsdp else None
+    plugin = (
+        FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy=None, ignored_modules=ignored)
+        if fsdp
+        else None
+    )
     accelerator = Accelerator(cpu=True, parallelism_config=config, fsdp_plugin=plugin)
     ranks, shares = accelerator.num_processes, config.data_parallel_size
     mesh = accelerator.torch_device_mesh
@@ -295,6 +302,8 @@ def _accelerated(*, fsdp: bool = False, precision: str = "no", **sizes: int) -> 
     loader = DataLoader(samples, batch_size=4 // shares)
     own = _model(seed=accelerator.process_index)
     optimizer = torch.optim.AdamW(own.parameters(), lr=1e-2)
+    if early:
+        assert accelerator._prepare_cp(own, loader) == (own, loader)
     model, optimizer, loader = accelerator.prepare(own, optimizer, loader)
     names = [name for name, _ in own.named_parameters()]
     expected, expected_gradients, expected_weights = _reference(steps)
@@ -343,12 +352,13 @@ def _by_accelerators_over_two() -> None:
 
 def _by_accelerators_over_four() -> None:
     _accelerated(dp_shard_size=2, tp_size=2, fsdp=True)
+    _accelerated(dp_shard_size=2, tp_size=2, fsdp=True, ignored=r"blocks\.0")  # split, and not sharded
     _accelerated(dp_shard_size=2, cp_size=2, fsdp=True)
     _accelerated(dp_shard_size=2, sp_size=2, fsdp=True)
     _accelerated(dp_replicate_size=2, dp_shard_size=2, fsdp=True)
     _accelerated(cp_size=2, tp_size=2, fsdp=True)
     _accelerated(dp_replicate_size=2, sp_size=2)
-    _accelerated(tp_size=2, cp_size=2)
+    _accelerated(tp_size=2, cp_size=2, early=True)  # by the private name that other projects call
 
 
 def _transformers_models() -> dict[str, Callable[[], nn.Module]]:
@@ -444,6 +454,111 @@ def _models_of_transformers() -> None:
     _transformers_train("sp", ["qwen3", "some windows"], ("right",))
 
 
+def _loaded_split_by_transformers() -> None:
+    """`tp_plan="auto"`: the weights come out of the file as DTensors, and are trained as they are."""
+    import os
+    import tempfile
+
+    import acc_compat
+    from acc_plugins import ParallelismConfig
+    from acc_trainer import Accelerator
+
+    acc_compat.install()  # transformers asks for accelerate there
+    import transformers
+
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2))
+    world = current_world()
+    os.environ.update(WORLD_SIZE="2", RANK=str(world.rank), LOCAL_RANK=str(world.rank))  # as a launcher does
+    with tempfile.TemporaryDirectory() as folder:
+        folder = world.comm.broadcast_object(folder)
+        if world.is_main:
+            torch.manual_seed(0)
+            _transformers_models()["llama"]().double().save_pretrained(folder)
+        world.comm.barrier()
+        reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+        own = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, tp_plan="auto")
+        world.comm.barrier()
+    assert sum(hasattr(p, "placements") for p in own.parameters()) >= 14
+    model, optimizer = accelerator.prepare(own, torch.optim.AdamW(own.parameters(), lr=1e-2))
+    plain = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    batch = _transformers_batch("none")
+    for _ in range(3):
+        loss, expected = model(**batch).loss, reference(**batch).loss
+        accelerator.backward(loss)
+        expected.backward()
+        assert loss.item() == pytest.approx(expected.item(), abs=2e-6)
+        norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        told = nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        torch.testing.assert_close(norm, told, rtol=1e-5, atol=1e-6)
+        for one in (optimizer, plain):
+            one.step()
+            one.zero_grad()
+    for name, p in reference.named_parameters():
+        torch.testing.assert_close(
+            _whole(own.get_parameter(name)).detach(), p.detach(), rtol=1e-4, atol=1e-5, msg=name
+        )
+    accelerator.end_training()
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, 32), nn.Linear(32, _WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def _places_shared_out_between_split_layers() -> None:
+    """torch's own styles: between the split layers each rank has half of the places, and norms see those only ("sequence_parallel")."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    from acc_plugins import ParallelismConfig
+    from acc_plugins.parallel import set_plan
+    from acc_trainer import Accelerator
+
+    def made(seed: int) -> nn.Sequential:
+        torch.manual_seed(seed)
+        ends = nn.Embedding(_VOCABULARY, _WIDTH), nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, _VOCABULARY)
+        return nn.Sequential(ends[0], Residual(), Residual(), *ends[1:]).double()
+
+    def trained(model: nn.Module, backward: Any, clip: Any, optimizer: Any) -> list[float]:
+        losses = []
+        for step in range(5):
+            batch = _batch(step)
+            loss = F.cross_entropy(model(batch["ids"]).flatten(0, 1), batch["targets"].flatten())
+            backward(loss)
+            clip(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2))
+    reference, own = made(0), made(accelerator.process_index)
+    plan = {
+        "0": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "*.norm": "sequence_parallel",
+        "*.up": ColwiseParallel(input_layouts=Shard(1)),
+        "*.down": RowwiseParallel(output_layouts=Shard(1)),
+        "3": "sequence_parallel",
+        "4": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    set_plan(own, plan)
+    seen: list[int] = []
+    own[1].up.register_forward_pre_hook(lambda _, given: seen.append(given[0].to_local().shape[1]))
+    model, optimizer = accelerator.prepare(own, torch.optim.AdamW(own.parameters(), lr=1e-2))
+    plain = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    expected = trained(reference, Tensor.backward, nn.utils.clip_grad_norm_, plain)
+    got = trained(model, accelerator.backward, accelerator.clip_grad_norm_, optimizer)
+    assert got == pytest.approx(expected, rel=1e-9)
+    weights = {name: p.detach() for name, p in reference.named_parameters()}
+    _assert_same({name: _whole(p.detach()) for name, p in own.named_parameters()}, weights)
+    assert set(seen) == {_TIME // 2}
+    accelerator.end_training()
+
+
 def _what_cannot_be_split_is_an_error_everywhere() -> None:
     from acc_plugins.precisions.precision import Precision
     from acc_plugins.strategies.mesh import MeshStrategy
@@ -456,12 +571,19 @@ def _what_cannot_be_split_is_an_error_everywhere() -> None:
     if world.rank == 1:  # a plan that only one rank has
         model.tp_plan = {**Decoder.tp_plan, "blocks.*.up": "moe_tp_experts"}
     before = [id(p) for p in model.parameters()]
-    with pytest.raises(ValueError, match=r"blocks\.1\.up: the style 'moe_tp_experts' is not known") as caught:
+    with pytest.raises(ValueError, match=r"would treat Decoder differently.*'colwise'.*'moe_tp_experts'"):
         strategy.prepare(Bundle(models=[model]))
-    assert ("rank 1 cannot split the model" in str(caught.value)) == (world.rank == 0)
+    model.tp_plan = {**Decoder.tp_plan, "blocks.*.up": "moe_tp_experts"}
+    with pytest.raises(ValueError, match=r"blocks\.1\.up: the style 'moe_tp_experts' is not known"):
+        strategy.prepare(Bundle(models=[model]))
     assert [id(p) for p in model.parameters()] == before
     config = _free_config(cp_size=2)
     strategy = MeshStrategy(world, Precision(), config, mesh=config.build_device_mesh("cpu"))
+    if world.rank == 1:  # what only one rank has
+        model.config = SimpleNamespace(_attn_implementation="eager")
+    with pytest.raises(ValueError, match="computes attention by 'eager'") as caught:
+        strategy.prepare(Bundle(models=[model]))
+    assert (str(caught.value.__cause__) == "rank 1 raised this") == (world.rank == 0)
     for layer, why in (
         (nn.LSTM(2, 2), r"1 \(LSTM\) is recurrent"),
         (nn.Conv1d(2, 2, 3), "mixes 3 neighbouring places"),
@@ -497,6 +619,46 @@ def _what_is_left_out_is_the_same_on_ranks_that_split_a_layer() -> None:
     assert torch.equal(everyone[0], everyone[1])
 
 
+def _embeddings_of_every_style() -> None:
+    """The part that is checked is the part that is split, and the numbers stay; a weight that two layers share stays one."""
+    from acc_plugins import ParallelismConfig
+    from acc_plugins.parallel import set_plan
+    from acc_trainer import Accelerator
+
+    class Scores(nn.Module):
+        def __init__(self, rows: int, columns: int, *, tied: bool) -> None:
+            super().__init__()
+            self.tokens = nn.Embedding(rows, columns)
+            self.head = nn.Linear(columns, rows, bias=False)
+            if tied:
+                self.head.weight = self.tokens.weight
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.head(self.tokens(ids))
+
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2))
+    ids = torch.arange(6)
+    for rows, columns, plan, tied in (
+        (6, 5, {"tokens": "rowwise_rep"}, False),
+        (6, 5, {"tokens": "rowwise_split_input"}, False),
+        (7, 8, {"tokens": "colwise_rep"}, False),
+        (7, 8, {"tokens": "colwise_gather_output"}, False),
+        (6, 5, {"tokens": "rowwise_rep", "head": "colwise_rep"}, True),
+        (7, 8, {"tokens": "colwise_gather_output"}, True),
+        (7, 8, {"tokens": "colwise_rep", "head": "rowwise_rep"}, True),
+    ):
+        torch.manual_seed(0)
+        own = Scores(rows, columns, tied=tied)
+        expected = own(ids).detach()
+        set_plan(own, plan)
+        model, optimizer = accelerator.prepare(own, torch.optim.SGD(own.parameters(), lr=0.1))
+        torch.testing.assert_close(model(ids), expected)
+        assert (own.head.weight is own.tokens.weight) == tied
+        listed = [p for group in optimizer.param_groups for p in group["params"]]
+        assert list(map(id, listed)) == list(map(id, own.parameters()))
+    accelerator.end_training()
+
+
 def _a_compiled_model_is_reached_too() -> None:
     from acc_plugins import ParallelismConfig
     from acc_trainer import Accelerator
@@ -513,6 +675,43 @@ def _a_compiled_model_is_reached_too() -> None:
     accelerator.end_training()
 
 
+def _ranks_that_split_differently_are_told() -> None:
+    from acc_plugins import ParallelismConfig
+    from acc_plugins.parallel import set_plan
+    from acc_trainer import Accelerator
+
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=2))
+    rank = accelerator.process_index
+    accelerator.prepare(_model())
+    for length, width in ((8 + 2 * rank, 1), (8, 1 + rank), (8 + rank, 1)):
+        buffer = torch.zeros(width, length)
+        with pytest.raises(ValueError, match=r"same shapes|another rank cannot cut|9 places"):
+            accelerator.maybe_context_parallel([buffer], [1])
+        assert buffer.shape == (width, length)
+    accelerator.end_training()
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2))
+    own = nn.Sequential(nn.Linear(4, 4))
+    set_plan(own, {"0": "colwise" if rank else "colwise_gather_output"})
+    with pytest.raises(ValueError, match=r"'colwise_gather_output'. on rank 0, .'0', 'colwise'. on rank 1"):
+        accelerator.prepare(own)
+    assert own[0].weight.shape == (4, 4)
+    accelerator.end_training()
+
+
+def _what_is_unfrozen_later_is_averaged() -> None:
+    from acc_plugins import ParallelismConfig
+    from acc_trainer import Accelerator
+
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=2))
+    own = nn.Linear(2, 1).requires_grad_(False)
+    model = accelerator.prepare(own)
+    own.requires_grad_(True)
+    accelerator.backward(model(torch.full((1, 2), float(accelerator.process_index))).sum())
+    assert own.weight.grad is not None
+    assert own.weight.grad.tolist() == [[0.5, 0.5]]
+    accelerator.end_training()
+
+
 def test_two_processes_train_as_one_does() -> None:
     run_processes(
         2,
@@ -522,16 +721,20 @@ def test_two_processes_train_as_one_does() -> None:
             _sequences_over_two,
             _heads_over_two,
             _by_accelerators_over_two,
+            _places_shared_out_between_split_layers,
             _what_cannot_be_split_is_an_error_everywhere,
             _what_is_left_out_is_the_same_on_ranks_that_split_a_layer,
+            _embeddings_of_every_style,
             _a_compiled_model_is_reached_too,
+            _ranks_that_split_differently_are_told,
+            _what_is_unfrozen_later_is_averaged,
         ],
     )
 
 
 def test_models_of_transformers_train_as_in_one_process() -> None:
     pytest.importorskip("transformers")
-    run_processes(2, _run_all, [_models_of_transformers])
+    run_processes(2, _run_all, [_loaded_split_by_transformers, _models_of_transformers])
 
 
 def test_four_processes_train_as_one_does() -> None:

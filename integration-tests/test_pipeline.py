@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from acc_ops.testing import run_processes
 from acc_ops.world import current_world
 from acc_plugins.pipeline import Pipelined, PipelineError
+from acc_trainer import Accelerator
 
 _WIDTH, _WORDS, _TIMES, _STEPS = 8, 13, 5, 10
 
@@ -195,10 +198,88 @@ def _refusals() -> list[str]:
     made = pipe()
     refused(lambda: made.step(words, target=target))
     refused(lambda: made.step(words[:2], keep=keep[:2], target=target[:2]))
-    assert float(made.step(words, keep=keep, target=target)) > 0  # the ranks are still together
+    refused(lambda: made.step(words, keep=keep, target=target if current_world().rank else None))
+    refused(lambda: made.step(words[: 4 if current_world().rank else 2], keep=keep, target=target))
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+    for thing in (made, made.model, optimizer):
+        refused(lambda thing=thing: Accelerator(cpu=True).prepare(thing), TypeError)
+    with mock.patch.object(type(made.world.comm), "all_gather_object") as objects:
+        assert float(made.step(words, keep=keep, target=target)) > 0  # the ranks are still together
+    objects.assert_not_called()  # one number says that all have a batch
     return said
 
 
-def test_what_does_not_fit_is_said_on_every_rank() -> None:
-    first, second = run_processes(2, _refusals)
-    assert len(first) == len(second) == 9
+def _saved_with_a_checkpoint(folder: str) -> None:
+    """A pipeline and its optimizer in a checkpoint of the Accelerator's, and back."""
+    words, keep, _ = _batch(0)
+    accelerator = Accelerator(cpu=True)
+    pipes = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        pipe = Pipelined(Words().double(), ((words,), {"keep": keep, "scale": 2.0}), _loss, microbatches=2)
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+        pipes.append((pipe, optimizer))
+    (first, its), (second, other) = pipes
+    _step(first, its, 0)
+    accelerator.register_for_checkpointing(first.with_optimizer(its))
+    accelerator.save_state(folder)
+    accelerator._custom_objects.clear()
+    accelerator.register_for_checkpointing(second.with_optimizer(other))
+    accelerator.load_state(folder)
+    assert _step(second, other, 1) == _step(first, its, 1)
+    assert _step(second, other, 2) == _step(first, its, 2)
+    accelerator.end_training()
+
+
+class Normed(nn.Sequential):
+    """Running statistics in every stage, and dropout."""
+
+    def __init__(self) -> None:
+        layers = [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)]
+        super().__init__(*layers, nn.Linear(4, 1))
+
+
+def _statistics_of_every_stage_are_saved_and_modes_are_kept() -> None:
+    def made(seed: int, **options: Any) -> Pipelined:
+        torch.manual_seed(seed)
+        return Pipelined(Normed().double(), x, lambda out, _: out.square().mean(), microbatches=2, **options)
+
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(6, 4, generator=generator, dtype=torch.float64)
+    pipe = made(0, split=["2"])
+    torch.manual_seed(0)
+    reference = Normed().double()
+    for _ in range(2):
+        pipe.step(x)
+        for part in x.chunk(2):
+            reference(part)
+    told = [pipe.with_optimizer(torch.optim.SGD(pipe.parameters(), lr=0.1)).state_dict()]
+    torch.distributed.broadcast_object_list(told)
+    expected = {name: value for name, value in reference.state_dict().items() if "running" in name}
+    for name, value in expected.items():
+        torch.testing.assert_close(told[0]["model"][name], value)
+    assert [told[0]["model"][f"{at}.num_batches_tracked"].item() for at in (1, 3)] == [4, 4]
+    other = made(1, split=["4"])  # the second statistics are the first rank's here
+    other.with_optimizer(torch.optim.SGD(other.parameters(), lr=0.1)).load_state_dict(told[0])
+    for name, value in other.whole_state_dict().items():
+        torch.testing.assert_close(value, told[0]["model"][name])
+    pipe.model[4].eval()
+    with pytest.raises(PipelineError, match=r"4 was in train\(\) when the stages were cut.*in eval\(\) now"):
+        pipe.step(x)
+    pipe.model.train()
+    with pytest.raises(PipelineError, match=r"\(\(4,\), 'float32'\).*the example had .*'float64'"):
+        pipe.step(x.float())
+    pipe.step(x)
+
+
+def _refusals_and_a_checkpoint(folder: str) -> list[str]:
+    said = _refusals()
+    _statistics_of_every_stage_are_saved_and_modes_are_kept()
+    _saved_with_a_checkpoint(folder)
+    return said
+
+
+def test_what_does_not_fit_is_said_on_every_rank_and_what_is_registered_is_saved(tmp_path: Path) -> None:
+    first, second = run_processes(2, _refusals_and_a_checkpoint, str(tmp_path / "c"))
+    assert first == second
+    assert len(first) == 14

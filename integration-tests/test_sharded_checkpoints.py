@@ -82,6 +82,9 @@ OPTIMIZERS: dict[str, Optimizing] = {
     "adamw in two groups": in_two_groups,
     "momentum": lambda model: torch.optim.SGD(trained(model), lr=0.05, momentum=0.9),
     "adam, frozen ones too": lambda model: torch.optim.Adam(model.parameters(), lr=0.01),
+    "adagrad, whose state exists before": lambda model: torch.optim.Adagrad(
+        model.parameters(), lr=0.05, initial_accumulator_value=0.1
+    ),
 }
 
 

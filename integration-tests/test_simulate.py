@@ -87,6 +87,8 @@ def _really(sizes: dict[str, int], options: dict[str, Any] | None) -> dict[str, 
     (model,), (optimizer,) = made.models, made.optimizers
     assert mesh is not None
     axes = {mesh[axis].get_group().group_name: axis for axis in config.active_mesh_dims}
+    if len(axes) > 1 and "tp" not in axes.values():  # all of them at once
+        axes[dist.group.WORLD.group_name] = "+".join(axes.values())
     batch = torch.zeros(_TIMES, dtype=torch.long)
     with TrafficCounter(axes) as counter, SavedForBackward(model, batch) as saved:
         loss = model(batch)

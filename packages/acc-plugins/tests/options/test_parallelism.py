@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,8 @@ from acc_plugins.options.parallelism import (
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
 )
+from acc_plugins.parallel.split import sharers_of
+from acc_plugins.strategies.fsdp2_mesh import shard_mesh
 
 
 @pytest.fixture
@@ -125,6 +128,22 @@ def test_sequence_parallel_ranks_count_among_those_that_average_and_shard(eight_
     assert mesh["dp_shard_cp"].mesh.tolist() == mesh["dp_cp"].mesh.tolist() == [1, 3, 5, 7]
     assert mesh["dp"].size() == 2
     ParallelismConfig(sp_size=4)._validate_accelerator(SimpleNamespace(num_processes=4, is_fsdp2=True))
+
+
+def test_joined_axes_are_found_again_and_torch_does_not_warn(eight_ranks: None) -> None:
+    config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2, cp_size=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mesh = config.build_device_mesh("cpu")
+        assert mesh is not None
+        again = [config.joined_mesh("dp_shard_cp", mesh) for _ in range(2)]
+        shards = shard_mesh(current_world(), mesh, config)
+        assert shards.mesh_dim_names == ("dp_replicate", "dp_shard_cp")
+        assert shards.mesh.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        assert sharers_of(current_world(), mesh).size == 8
+        assert ParallelismConfig(tp_size=8).joined_mesh("dp_cp", mesh) is None
+    names = {line.get_group().group_name for line in again if line is not None}
+    assert names == {shards.get_group("dp_shard_cp").group_name}
 
 
 def test_tensor_parallel_alone_makes_a_mesh_of_one_axis(eight_ranks: None) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel
 
-from acc_plugins.parallel.plans import STYLES, PlanError, plan_of, resolve, set_plan, shared
-from acc_plugins.parallel.tensor import check_tensor_parallel
+from acc_plugins.parallel.plans import STYLES, PlanError, plan_of, resolve, set_plan, shared, split_dim
+from acc_plugins.parallel.tensor import _style, _tie_again, check_tensor_parallel
 
 
 class Attention(nn.Module):
@@ -173,8 +174,62 @@ def test_a_model_that_counts_its_heads_itself_is_warned_of(caplog: pytest.LogCap
 
 
 def test_every_style_by_name_says_what_it_splits() -> None:
-    assert {style for style, dim in STYLES.items() if dim is None} == {
+    assert {style for style, part in STYLES.items() if part is None} == {
         "sequence_parallel",
         "replicated_with_grad_allreduce",
         "replicate",
     }
+
+
+@pytest.mark.parametrize("style", [style for style, part in STYLES.items() if part is not None])
+def test_the_size_that_is_checked_is_the_one_that_torch_splits(style: str) -> None:
+    """Also for torch's object, which a user may give instead of the name."""
+    layers = [nn.Embedding(8, 8)] if style.startswith("embedding") else [nn.Embedding(8, 8), nn.Linear(8, 8)]
+    for layer in layers:
+        at = split_dim(layer, style)
+        assert at is not None
+        assert split_dim(layer, _style(style, layer)) == at
+        sizes = [8, 8]
+        sizes[1 - at] = 7  # of the other dimension nothing is asked
+        odd = type(layer)(*(sizes if isinstance(layer, nn.Embedding) else sizes[::-1]))
+        holder = nn.ModuleDict({"layer": odd})
+        assert resolve(holder, {"layer": style}, 2) == {"layer": style}
+        with pytest.raises(PlanError, match=r"=8 of .* is not a multiple of 7"):
+            resolve(holder, {"layer": style}, 7)
+
+
+@pytest.mark.parametrize(
+    "style", ["colwise_gather_output", "colwise_rep", "rowwise_rep", "rowwise_split_input"]
+)
+def test_an_embedding_and_a_linear_layer_of_one_style_split_a_shared_weight_in_two_ways(style: str) -> None:
+    model = Model()
+    model.head.weight = model.tokens.weight
+    set_plan(model, {"tokens": style, "head": style})
+    with pytest.raises(PlanError, match="tokens and head share one weight, but the plan splits it"):
+        check_tensor_parallel(model, 2)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "head"),
+    [
+        ("rowwise_rep", "colwise_rep"),
+        ("embedding_colwise", "rowwise_split_input"),
+        ("colwise_rep", "rowwise_rep"),
+    ],
+)
+def test_styles_that_split_a_shared_weight_alike_are_taken(tokens: str, head: str) -> None:
+    model = Model()
+    model.head.weight = model.tokens.weight
+    set_plan(model, {"tokens": tokens, "head": head})
+    assert check_tensor_parallel(model, 2) == {"tokens": tokens, "head": head}
+
+
+def test_a_shared_weight_whose_places_come_apart_is_an_error() -> None:
+    """As a style of the user's own may leave it."""
+    model = Model()
+    model.head.weight = model.tokens.weight
+    (group,) = shared(model)
+    layout: Any = SimpleNamespace(placements=("split",))
+    model.head._parameters["weight"] = layout
+    with pytest.raises(PlanError, match=r"tokens.weight and head.weight shared one weight"):
+        _tie_again(group)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from acc_plugins.precisions.forward import is_surrounded, restore_forward, surround_forward
+from acc_plugins.precisions.forward import around_of, restore_forward, surround_forward
 
 
 class Doubled:
@@ -83,7 +83,7 @@ def test_restoring_leaves_class_and_dictionary_as_they_were() -> None:
     assert type(model) is Scale
     assert dict(vars(model)) == before
     assert model(ONE).item() == 3
-    assert not is_surrounded(model)
+    assert around_of(model) is None
 
 
 def test_restoring_a_model_never_surrounded_does_nothing() -> None:
@@ -219,6 +219,6 @@ def test_unwrapping_through_acc_ops_restores_the_forward() -> None:
     from acc_ops.unwrap import extract_model_from_parallel
 
     model = surround_forward(Scale(), Doubled())
-    assert is_surrounded(extract_model_from_parallel(model))
+    assert around_of(extract_model_from_parallel(model)) is not None
     assert extract_model_from_parallel(model, keep_fp32_wrapper=False) is model
     assert type(model) is Scale

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -133,6 +134,13 @@ def test_recomputing_keeps_fewer_activations() -> None:
 
 
 @needs_shards
+def test_blocks_that_a_policy_does_not_choose_cannot_be_recomputed() -> None:
+    whole = FullyShardedDataParallelPlugin(fsdp_version=2)  # no policy: the model is one unit
+    with pytest.raises(ValueError, match="recompute='blocks' finds no block of Words"):
+        simulate(Words, _BATCH, world_size=2, fsdp_plugin=whole, recompute="blocks")
+
+
+@needs_shards
 def test_half_the_bits_gather_half_the_bytes() -> None:
     whole, half = (
         simulate(Words, _BATCH, world_size=2, fsdp_plugin=_by_blocks(), mixed_precision=how)
@@ -193,6 +201,10 @@ class Asking(nn.Linear):
         ({"world_size": 6, "parallelism": ParallelismConfig(tp_size=4)}, "make 4 ranks"),
         ({"world_size": 2, "mixed_precision": "fp4"}, "mixed_precision must be one of"),
         ({"world_size": 2, "recompute": "some"}, "recompute must be one of"),
+        (
+            {"world_size": 2, "recompute": "blocks", "model": lambda: nn.Linear(4, 4)},
+            "auto_wrap_policy.*_no_split_modules",
+        ),
         ({"world_size": 2, "fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=1)}, "version 2"),
         ({"world_size": 2, "model": lambda: Asking(4, 4)}, "depends on values"),
         ({"world_size": 2, "loss": lambda output: output}, "must be one number"),
@@ -233,3 +245,74 @@ def test_a_process_that_has_a_group_is_told() -> None:
 def test_figures_add_up() -> None:
     result = simulate(Words, _BATCH, world_size=1)
     assert replace(result, weights=0).kept == result.kept - result.weights
+
+
+def test_bytes_are_asked_for_by_an_axis_that_is_there() -> None:
+    result = simulate(Words, _BATCH, world_size=4)
+    with pytest.raises(KeyError, match="no axis 'tp': this world has dp_replicate"):
+        result.sent("tp")
+    assert result.sent("dp_replicate") == result.sent() > 0
+
+
+@needs_shards
+def test_what_goes_over_two_axes_at_once_is_asked_for_by_their_joined_name() -> None:
+    sizes = ParallelismConfig(dp_shard_size=2, cp_size=2)
+    result = simulate(Words, _BATCH, world_size=4, parallelism=sizes, fsdp_plugin=_by_blocks())
+    assert result.sent("dp_shard_cp") > 0
+    assert sum(result.sent(axis) for axis in (*result.axes, "dp_shard_cp")) == result.sent()
+
+
+class Chosen(nn.Module):
+    """How many rows it computes with depends on their values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x[x[:, 0].nonzero()[:, 0]])  # type: ignore[no-any-return]
+
+
+class Kept(Chosen):
+    """A tensor in an attribute of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = torch.ones(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.factor  # type: ignore[no-any-return]
+
+
+def test_what_values_decide_is_an_error_with_a_way_out() -> None:
+    batch = torch.empty(2, 4)
+    with pytest.raises(ValueError, match="path of Chosen depends on values"):
+        simulate(Chosen, batch, world_size=2)
+    linear = lambda: nn.Linear(4, 4)  # noqa: E731
+    with pytest.raises(ValueError, match="LBFGS computes the loss again"):
+        simulate(linear, batch, world_size=2, optimizer=torch.optim.LBFGS)
+    with pytest.raises(ValueError, match=r"step of Adafactor depends on values.*AdamW"):
+        simulate(linear, batch, world_size=2, optimizer=torch.optim.Adafactor)
+
+
+@pytest.mark.skipif(not can_pretend(), reason="this torch has no error of its own for it")
+def test_a_tensor_that_is_no_buffer_is_named_as_what_it_should_be() -> None:
+    with pytest.raises(ValueError, match=r"Kept computes with a tensor.*register_buffer"):
+        simulate(Kept, torch.empty(2, 4), world_size=2)
+
+
+def test_threads_take_turns() -> None:
+    sizes = (1, 2, 3, 4)
+    found: dict[int, int] = {}
+
+    def work(size: int) -> None:
+        found[size] = simulate(lambda: nn.Linear(4, 4), torch.empty(2, 4), world_size=size).sent()
+
+    threads = [threading.Thread(target=work, args=(size,)) for size in sizes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    payload = 4 * 20
+    assert found == {size: 2 * payload * (size - 1) // size for size in sizes}
+    assert not dist.is_initialized()

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from acc_ops.optional import is_available
+from acc_ops.world import destroy_group
 from acc_plugins import (
     FullyShardedDataParallelPlugin,
     load_fsdp_model,
@@ -31,7 +32,7 @@ ACCELERATOR = SimpleNamespace()  # they need nothing of it
 def one_rank(tmp_path: Path) -> Any:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
     yield
-    dist.destroy_process_group()
+    destroy_group()
 
 
 def _plugin(kind: str) -> FullyShardedDataParallelPlugin:

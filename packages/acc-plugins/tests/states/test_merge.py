@@ -125,5 +125,4 @@ def test_the_main_process_merges_and_its_error_is_that_of_all(
             merge_fsdp_weights(str(tmp_path / "nothing"), str(tmp_path / "out"))
         return str(caught.value)
 
-    told = run_threads(3, fails)
-    assert all("failed on the main process" in text for text in told[1:])
+    assert len(set(run_threads(3, fails))) == 1

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from acc_plugins.states.names import Names, ParameterNames
 from acc_plugins.states.optimizers import (
+    Opened,
     open_optimizer,
     saved_keys,
     state_by_name,
@@ -201,3 +202,23 @@ def test_tensors_that_are_there_are_filled_and_the_state_is_not_in_memory_twice(
     last = list(optimizer.state.values())[-1]
     assert {name: last[name].data_ptr() for name in own} == where
     assert all(torch.equal(last[name], before[name]) for name in own)
+
+
+def test_what_was_checked_is_not_opened_again_unless_it_changed(tmp_path: Path) -> None:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    file = tmp_path / "optimizer.bin"
+    torch.save(optimizer.state_dict(), file)
+    opened = Opened()
+    opened.check(tmp_path, "optimizer")
+    checked = opened.take(tmp_path, "optimizer")
+    assert checked.is_still(file)
+    assert opened.take(tmp_path, "optimizer") is not checked  # it is handed out once
+    opened.check(tmp_path, "optimizer")
+    file.unlink()
+    optimizer.param_groups[0]["lr"] = 0.25
+    torch.save(optimizer.state_dict(), file)
+    assert opened.take(tmp_path, "optimizer").groups[0]["lr"] == 0.25
+    file.unlink()
+    with pytest.raises(FileNotFoundError):
+        opened.check(tmp_path, "optimizer")

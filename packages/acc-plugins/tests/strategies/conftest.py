@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from acc_ops.world import World, current_world
+from acc_ops.world import World, current_world, destroy_group
 
 
 @pytest.fixture
@@ -17,4 +17,4 @@ def alone() -> Iterator[World]:
     try:
         yield current_world()
     finally:
-        dist.destroy_process_group()
+        destroy_group()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from acc_ops.callers import warn_caller
 from acc_ops.handlers import KwargsHandler
 from acc_ops.optional import require
 from acc_ops.options import OptionError, fill_from_env, from_env, option
@@ -146,11 +146,7 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
     backend: Literal["MSAMP", "TE"] | None = _fp8("backend", "whose recipe it is; default: MSAMP")
 
     def __post_init__(self) -> None:
-        warnings.warn(
-            "FP8RecipeKwargs is deprecated: use TERecipeKwargs or MSAMPRecipeKwargs",
-            FutureWarning,
-            stacklevel=3,
-        )
+        warn_caller("FP8RecipeKwargs is deprecated: use TERecipeKwargs or MSAMPRecipeKwargs", FutureWarning)
         if isinstance(self.backend, str):
             self.backend = self.backend.upper()  # type: ignore[assignment]  # checked by settle
         MSAMPRecipeKwargs.__post_init__(self)

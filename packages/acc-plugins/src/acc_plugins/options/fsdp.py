@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from acc_ops.lazy import LazyLogger
 from acc_ops.options import OptionError, closest, fill_from_env, option, sources
 from acc_plugins.options import fsdp_values as values
 from acc_plugins.options.checks import require_at_least, settle
@@ -15,7 +15,7 @@ from acc_plugins.options.checks import require_at_least, settle
 if TYPE_CHECKING:
     from torch import nn
 
-logger = logging.getLogger(__name__)
+logger = LazyLogger(__name__)
 _ONLY_V1 = {  # field -> why version 2 has none
     "sharding_strategy": "say it by reshard_after_forward",
     "backward_prefetch": "version 2 prefetches by itself",
@@ -144,6 +144,8 @@ class FullyShardedDataParallelPlugin:
         self._settle_checkpointing()
         if isinstance(self.ignored_modules, str):
             values.check_pattern(self.ignored_modules)
+        elif isinstance(self.ignored_modules, Iterator):  # asked more than once
+            self.ignored_modules = list(self.ignored_modules)
         self.set_cpu_offload()
         self.set_state_dict_type()
         if self.mixed_precision_policy is not None:

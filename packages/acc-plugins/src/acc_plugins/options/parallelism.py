@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from acc_ops.lazy import LazyLogger
 from acc_ops.options import OptionError, fill_from_env, option, to_mapping
 from acc_plugins.options.checks import require_at_least, settle
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-logger = logging.getLogger(__name__)
+logger = LazyLogger(__name__)
 
 _PREFIX = "PARALLELISM_CONFIG_"
 _AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")  # the order in the mesh: the last one varies fastest
-_JOINED = {  # sp stands where cp would: ranks that share a sequence average their gradients, and shard over each other
+JOINED = {  # what build_device_mesh joins to one axis; sp stands where cp would: ranks that share a sequence average their gradients, and shard over each other
     "dp": ("dp_replicate", "dp_shard"),
     "dp_shard_cp": ("dp_shard", "cp", "sp"),
     "dp_cp": ("dp_replicate", "dp_shard", "cp", "sp"),
@@ -294,12 +293,18 @@ class ParallelismConfig:
                 "a mesh needs a process group: start with a launcher and make an Accelerator or call join_world() first"
             )
         mesh = init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
-        for name, parts in _JOINED.items():
-            joined = self._enabled(*parts)
-            if joined:
-                mesh[tuple(joined)]._flatten(name)
+        for name in JOINED:
+            self.joined_mesh(name, mesh)
         self._mesh = mesh
         return mesh
+
+    def joined_mesh(self, name: str, mesh: DeviceMesh) -> DeviceMesh | None:
+        """The axes of `mesh` that `name` joins (`dp`, `dp_shard_cp` or `dp_cp`), as one; None where none of them is in use.
+
+        Every rank calls it. torch makes it once for a mesh and then finds it again, where `mesh[name]` warns from torch 2.11 on.
+        """
+        axes = self._enabled(*JOINED[name])
+        return mesh[tuple(axes)]._flatten(name) if axes else None
 
     @staticmethod
     def _compare(told: list[dict[str, int]]) -> None:
@@ -343,7 +348,7 @@ class ParallelismConfig:
                 f"{sizes} makes {self.total_size} ranks, but there are {accelerator.num_processes} processes"
             )
         sharded = getattr(accelerator, "is_fsdp2", False)
-        if sharded and accelerator.num_processes > 1 and not self._enabled(*_JOINED["dp_shard_cp"]):
+        if sharded and accelerator.num_processes > 1 and not self._enabled(*JOINED["dp_shard_cp"]):
             raise ValueError(
                 f"FSDP shards over dp_shard, cp and sp, and all are 1 (of {accelerator.num_processes} processes): give dp_shard_size, or leave "
                 "FSDP out"
@@ -351,4 +356,6 @@ class ParallelismConfig:
 
     def to_json(self) -> str:
         """Sizes and backends as JSON text."""
+        import json  # noqa: PLC0415  the command line starts without it
+
         return json.dumps(to_mapping(self))

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -25,16 +29,19 @@ def context_parallel(
 ) -> AbstractContextManager[None]:
     """Sequences split over the `cp` axis of `mesh`, see `split_sequences`.
 
-    `rotate="alltoall"` lets torch's own engine pass keys and values round, on an accelerator: less memory, and no attention masks. Raises
-    ValueError for it on a CPU, where torch has none.
+    Every rank along the axis calls it with buffers of the same shapes. `rotate="alltoall"` lets torch's own engine pass keys and values round, on
+    an accelerator: less memory, and no attention masks. Raises ValueError for it on a CPU, where torch has none, and, on every rank and before
+    anything is cut, SequenceError for shapes that differ.
     """
-    if rotate == "allgather":
-        return split_sequences(reaches, line_of(mesh, "cp"), buffers, dims, keep_split)
-    if mesh.device_type == "cpu":
+    if rotate != "allgather" and mesh.device_type == "cpu":
         raise ValueError(
             f"cp_comm_strategy={rotate!r} is done by torch's own context parallelism, which does not run on the CPU: use 'allgather'"
         )
-    return _passed_round(mesh["cp"], line_of(mesh, "cp"), buffers, dims, keep_split)
+    line = line_of(mesh, "cp")
+    _compare_shapes(line, torch.device(mesh.device_type), buffers, dims, keep_split)
+    if rotate == "allgather":
+        return split_sequences(reaches, line, buffers, dims, keep_split)
+    return _passed_round(mesh["cp"], line, buffers, dims, keep_split)
 
 
 @contextmanager
@@ -89,6 +96,40 @@ def split_sequences(
         for (buffer, _), whole in zip(cut, wholes, strict=True):
             if id(buffer) not in kept:
                 buffer.data = whole
+
+
+def _compare_shapes(
+    line: Line,
+    device: torch.device,
+    buffers: Sequence[Tensor],
+    dims: Sequence[int],
+    keep_split: Iterable[Tensor],
+) -> None:
+    """Raise on every rank where one cannot cut its buffers, and where the ranks have others: attention would wait, or mix other places."""
+    problem: Exception | None = None
+    shapes: list[tuple[int, tuple[int, ...]]] = []
+    try:
+        shapes = [(dim, tuple(buffer.shape)) for buffer, dim in _checked(buffers, dims, keep_split, line)]
+    except (TypeError, ValueError) as error:  # the others must hear of it
+        problem = error
+    told = zlib.crc32(repr(shapes).encode())
+    both = torch.tensor(
+        [problem is not None, told, -told], device=device
+    )  # one exchange, small, in each step
+    dist.all_reduce(both, dist.ReduceOp.MAX, group=line.group)
+    failed, most, least = both.tolist()
+    if problem is not None:
+        raise problem
+    if failed:
+        raise SequenceError("another rank cannot cut its buffers along the sequence: its error tells why")
+    if most != -least:
+        everyone: list[Any] = [None] * line.size
+        dist.all_gather_object(everyone, shapes, group=line.group)
+        other = next(rank for rank, theirs in enumerate(everyone) if theirs != everyone[0])
+        raise SequenceError(
+            f"ranks that share a sequence need buffers of the same shapes, and those along cp have (dimension, shape) {everyone[0]} on the first and "
+            f"{everyone[other]} on rank {other} of the axis: give all of them the same batch, filled up to the same length"
+        )
 
 
 def _checked(

@@ -14,19 +14,20 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 _told: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
 
-# style -> what it splits of a linear layer or an embedding: the dimension of the weight, None for nothing
-STYLES: dict[str, int | None] = {
-    "colwise": 0,
-    "colwise_gather_output": 0,
-    "colwise_rep": 0,  # transformers' older name of it
-    "rowwise": 1,
-    "rowwise_split_input": 1,
-    "rowwise_rep": 1,
-    "embedding_rowwise": 0,
-    "embedding_colwise": 1,
+# style -> what it cuts: the columns of a layer (the features it puts out), its rows (what it takes), None for nothing
+STYLES: dict[str, str | None] = {
+    "colwise": "columns",
+    "colwise_gather_output": "columns",
+    "colwise_rep": "columns",  # transformers' older name of it
+    "rowwise": "rows",
+    "rowwise_split_input": "rows",
+    "rowwise_rep": "rows",
+    "embedding_rowwise": "rows",
+    "embedding_colwise": "columns",
     "sequence_parallel": None,
     "replicated_with_grad_allreduce": None,
     "replicate": None,
@@ -127,8 +128,8 @@ def _problem(module: nn.Module, style: Any, ranks: int) -> str | None:
         return None  # torch's own object says so itself
     if style not in STYLES:
         return f"the style {style!r} is not known here (known: {', '.join(STYLES)}); a model with it can be loaded split by transformers itself"
-    dim = STYLES[style]
-    if dim is None:
+    at = split_dim(module, style)
+    if at is None:
         return None
     linear, embedding = isinstance(module, nn.Linear), isinstance(module, nn.Embedding)
     if not (linear or embedding) or type(module).forward not in (nn.Linear.forward, nn.Embedding.forward):
@@ -136,35 +137,40 @@ def _problem(module: nn.Module, style: Any, ranks: int) -> str | None:
     if style.startswith("embedding") and not embedding:
         return f"{style!r} splits an nn.Embedding, and this is a {type(module).__name__}"
     weight: Any = module.weight
-    at = _split_dim(module, style)
     if weight.shape[at] % ranks:
         what = ("out_features", "in_features") if linear else ("num_embeddings", "embedding_dim")
         return f"{what[at]}={weight.shape[at]} of {type(module).__name__} {tuple(weight.shape)} is not a multiple of {ranks}"
     return None
 
 
-def _split_dim(module: nn.Module, style: str) -> int:
-    """The dimension of the weight that a style splits: an embedding's columns are its second, its rows its first."""
-    dim = STYLES[style]
-    if isinstance(module, nn.Embedding) and not style.startswith("embedding"):
-        return 1 if style.startswith("colwise") else 0
-    return int(dim or 0)
-
-
 def _problem_of_heads(model: nn.Module, name: str, style: Any, ranks: int) -> str | None:
     """Whether a rank would get a part of an attention head."""
-    if not isinstance(style, str) or STYLES.get(style) is None:
+    parent, layer = model.get_submodule(name.rpartition(".")[0]), model.get_submodule(name)
+    at = split_dim(layer, style)
+    if at is None or not isinstance(style, str):
         return None
-    parent = model.get_submodule(name.rpartition(".")[0])
-    layer = model.get_submodule(name)
     size = getattr(parent, "head_dim", None)
     if not isinstance(size, int) or size < 1 or not isinstance(layer, nn.Linear):
         return None
-    width = layer.weight.shape[STYLES[style] or 0]
+    width = layer.weight.shape[at]
     heads, rest = divmod(width, size)
     if rest or heads % ranks == 0:
         return None
     return f"{heads} heads of {size} ({width} features of {type(parent).__name__}) cannot be divided over {ranks} ranks"
+
+
+def split_dim(module: nn.Module, style: Any) -> int | None:
+    """The dimension of a layer's weight that a style, or torch's object for one, cuts; None for nothing, and for what is not known here.
+
+    A linear layer's weight is (columns, rows) in size, an embedding's (rows, columns).
+    """
+    if isinstance(style, (ColwiseParallel, RowwiseParallel)):
+        part: str | None = "columns" if isinstance(style, ColwiseParallel) else "rows"
+    else:
+        part = STYLES.get(style) if isinstance(style, str) else None
+    if part is None:
+        return None
+    return int((part == "columns") == isinstance(module, nn.Embedding))
 
 
 def shared(model: nn.Module) -> Iterator[list[tuple[nn.Module, str, str]]]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from acc_ops.comm import TorchComm
+from acc_ops.comm import SoloComm, TorchComm
+from acc_ops.exchange import together
 from acc_ops.world import World, current_world
 from acc_plugins.options.parallelism import ParallelismConfig
 from acc_plugins.parallel.attention import Attention, Heads, Keys
@@ -32,14 +32,16 @@ def split_model(
     ValueError) or NotImplementedError, on every rank and before anything is changed, when some rank's model cannot be split.
     """
     axes = [axis for axis in ("tp", "cp", "sp") if getattr(parallelism, f"{axis}_enabled")]
-    if not axes or model in _reaches:
+    if model in _reaches:
+        axes = [axis for axis in axes if axis == "tp"]  # layers that are split already are left alone below
+    if not axes:
         return model
     if mesh is None:
         raise ValueError(
             f"{' and '.join(f'{axis}_size' for axis in axes)} need a mesh: build it with build_device_mesh()"
         )
     world = world or current_world()
-    styles: dict[str, Any] = _on_all(world, lambda: _checked(model, axes, mesh))
+    styles: dict[str, Any] = together(world, lambda: _checked(model, axes, mesh))
     if "tp" in axes and styles:
         split_layers(model, styles, mesh["tp"], part_of(world, mesh["tp"].get_group()))
     if "cp" in axes or "sp" in axes:
@@ -70,6 +72,15 @@ def part_of(world: World, group: Any) -> World:
     )
 
 
+def sharers_of(world: World, mesh: DeviceMesh) -> World:
+    """The ranks that have the same parts of the weights as this one: those along all axes but `tp`. Every rank calls it."""
+    names = [name for name in mesh.mesh_dim_names or () if name != "tp"]
+    if not names:
+        return replace(world, rank=0, size=1, local_rank=0, local_size=1, comm=SoloComm(), mesh=None)
+    line = mesh[names[0]] if len(names) == 1 else mesh[tuple(names)]._flatten("dp_cp")
+    return part_of(world, line.get_group())
+
+
 def _checked(model: nn.Module, axes: list[str], mesh: DeviceMesh) -> dict[str, Any]:
     styles = check_tensor_parallel(model, mesh["tp"].size()) if "tp" in axes else {}
     for axis in ("cp", "sp"):
@@ -98,20 +109,3 @@ def _check_sequence(model: nn.Module, axis: str, ranks: int) -> None:
             f"{axis}_size={ranks} splits sequences, and {type(model).__name__} computes attention by {chosen!r}, which sees this rank's places "
             "only: load it with attn_implementation='sdpa'"
         )
-
-
-def _on_all(world: World, check: Callable[[], Any]) -> Any:
-    """What `check` returns; where it raises on some rank, every rank raises the first such rank's error."""
-    error: Exception | None = None
-    result: Any = None
-    try:
-        result = check()
-    except (ValueError, NotImplementedError, AttributeError) as raised:
-        error = raised
-    told = world.comm.all_gather_object(None if error is None else (type(error).__name__, str(error)))
-    first = next((rank for rank, one in enumerate(told) if one is not None), None)
-    if error is not None:
-        raise error
-    if first is not None:
-        raise ValueError(f"rank {first} cannot split the model: {told[first][0]}: {told[first][1]}")
-    return result

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 from acc_ops.rng_sharing import synchronize_rng_states
 from acc_ops.world import World
-from acc_plugins.parallel.plans import STYLES, PlanError, plan_of, resolve, shared
+from acc_plugins.parallel.plans import PlanError, plan_of, resolve, shared, split_dim
 
 logger = logging.getLogger(__name__)
 _COUNTS = ("num_heads", "n_heads", "n_head", "nhead", "num_attention_heads")
@@ -99,21 +99,17 @@ def _style(style: Any, module: nn.Module) -> ParallelStyle | None:
     if style == "replicated_with_grad_allreduce":
         # the ranks have different heads, which are rows to a norm over one head: its weight's gradient is the sum over the ranks
         return SequenceParallel(sequence_dim=0, use_local_output=True)
-    if isinstance(module, nn.Embedding):
-        if style.endswith("rowwise"):
-            return RowwiseParallel(input_layouts=Replicate())
+    embedding = isinstance(module, nn.Embedding)
+    if split_dim(module, style) == int(embedding):  # its columns
         return ColwiseParallel(output_layouts=None if style == "colwise" else Replicate())
-    if style == "colwise":
-        return ColwiseParallel()
-    if style.startswith("colwise"):
-        return ColwiseParallel(output_layouts=Replicate())
-    return RowwiseParallel(input_layouts=Shard(-1) if style == "rowwise" else Replicate())
+    # the numbers that an embedding takes are on every rank
+    return RowwiseParallel(input_layouts=Shard(-1) if style == "rowwise" and not embedding else Replicate())
 
 
 def _complete_shared(model: nn.Module, styles: dict[str, Any]) -> None:
     """Layers that share a weight with one that is split are split the same way. Raises PlanError where that is not possible."""
     for group in shared(model):
-        cuts = {name: _cut(styles[name], module) for module, _, name in group if name in styles}
+        cuts = {name: split_dim(module, styles[name]) for module, _, name in group if name in styles}
         if not cuts or set(cuts.values()) == {None}:
             continue
         for module, attribute, name in group:
@@ -126,7 +122,7 @@ def _complete_shared(model: nn.Module, styles: dict[str, Any]) -> None:
                     "that splits it the same way"
                 )
             styles[name] = completed
-            cuts[name] = _cut(completed, module)
+            cuts[name] = split_dim(module, completed)
         if len(set(cuts.values())) > 1:
             raise PlanError(
                 f"{' and '.join(cuts)} share one weight, but the plan splits it in different ways: "
@@ -145,25 +141,22 @@ def _completion(module: nn.Module, attribute: str, cuts: set[int | None]) -> str
     return None
 
 
-def _cut(style: Any, module: nn.Module) -> int | None:
-    """The dimension of the weight that a style splits."""
-    if isinstance(style, str):
-        if isinstance(module, nn.Embedding) and style in ("colwise", "rowwise"):
-            return 1 if style == "colwise" else 0
-        return STYLES[style]
-    if isinstance(style, (ColwiseParallel, RowwiseParallel)):
-        return int(isinstance(style, ColwiseParallel) == isinstance(module, nn.Embedding))
-    return None
-
-
 def _tie_again(group: list[tuple[nn.Module, str, str]]) -> None:
     """The places that shared a parameter share the split one."""
-    (first, attribute, _), *others = group
+    (first, attribute, one_name), *others = group
     one: Any = first._parameters[attribute]
-    for module, name, _ in others:
+    for module, name, other_name in others:
         other: Any = module._parameters[name]
-        if getattr(one, "placements", None) == getattr(other, "placements", None):
-            module._parameters[name] = one
+        if getattr(one, "placements", None) != getattr(other, "placements", None):
+            raise PlanError(
+                f"{one_name}.{attribute} and {other_name}.{name} shared one weight, and their styles left it in two layouts: {_layout(one)} and "
+                f"{_layout(other)}. Give both a style that splits it the same way"
+            )
+        module._parameters[name] = one
+
+
+def _layout(parameter: Tensor) -> str:
+    return str(parameter.placements) if isinstance(parameter, DTensor) else "whole"
 
 
 def _say_counted_heads(model: nn.Module, styles: dict[str, Any]) -> None:

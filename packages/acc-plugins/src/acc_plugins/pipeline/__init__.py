@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
-from acc_plugins.pipeline.errors import PipelineError as PipelineError
-from acc_plugins.pipeline.pipelined import Pipelined as Pipelined
-from acc_plugins.pipeline.saving import PipelineState as PipelineState
+from acc_ops.lazy import lazy_exports
+
+_NAMES = {
+    "PipelineError": "errors",
+    "PipelineState": "saving",
+    "Pipelined": "pipelined",
+}
+__getattr__, __dir__, __all__ = lazy_exports(__name__, _NAMES)

@@ -79,6 +79,7 @@ class Cut:
     gives: tuple[Tensor, ...]
     batch: tuple[int, ...]
     parameters: tuple[str, ...]  # names in the whole model
+    buffers: tuple[str, ...]  # likewise; the first stage that has one may write to it
 
 
 def trace(leaves: Leaves, tensors: Sequence[Tensor]) -> fx.GraphModule:
@@ -219,6 +220,11 @@ def _stage(
         gives=tuple(one.meta["val"] for one in gives if isinstance(one, fx.Node)),
         batch=tuple(asked),
         parameters=tuple(name for name, value in attributes.items() if isinstance(value, nn.Parameter)),
+        buffers=tuple(
+            name
+            for name, value in attributes.items()
+            if name in named and not isinstance(value, nn.Parameter)
+        ),
     )
 
 

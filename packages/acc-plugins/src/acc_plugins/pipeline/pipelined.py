@@ -9,6 +9,7 @@ those stages' gradients on each of them, so that the same optimizer keeps them e
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -25,15 +26,17 @@ from torch.distributed.pipelining.schedules import (
 from torch.optim import Optimizer
 
 from acc_bigmodel.inference.stages import choose_split_points
-from acc_ops.exchange import tried
-from acc_ops.object_collectives import gather_object
+from acc_ops.exchange import raise_together, together, tried
 from acc_ops.world import World, current_world
+from acc_plugins.pipeline.batches import BatchForm
 from acc_plugins.pipeline.errors import PipelineError
-from acc_plugins.pipeline.graph import Cut, Leaves, cut, split_inputs, trace
+from acc_plugins.pipeline.graph import Cut, Leaves, cut, trace
+from acc_plugins.pipeline.piped import Piped, mark_piped
 from acc_plugins.pipeline.saving import PipelineState, gathered_on_first
 from acc_plugins.pipeline.stage import StageModule
 from acc_plugins.strategies.same_start import send_from_rank_0
 
+logger = logging.getLogger(__name__)
 _SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
     "1f1b": Schedule1F1B,
@@ -41,7 +44,7 @@ _SCHEDULES: dict[str, Any] = {
 }
 
 
-class Pipelined:
+class Pipelined(Piped):
     """`model` as a pipeline over this world's processes: this rank has the weights of its stages, the others' are on the meta device.
 
     `example` is a batch as `step` will get it: (args, kwargs), args, kwargs or one tensor; every rank gives the same one. `microbatches` divide its rows. `loss`
@@ -73,7 +76,8 @@ class Pipelined:
         self._schedule = schedule
         self._replicas = replicas
         self._stages_per_rank = stages_per_rank
-        cuts = self._together(lambda: self._cut(example, split))
+        cuts = together(self.world, lambda: self._cut(example, split))
+        self._check_same(cuts)
         send_from_rank_0([*model.parameters(), *model.buffers()], self.world)
         mesh = init_device_mesh(self.world.device.type, (replicas, self.ranks), mesh_dim_names=("dp", "pp"))
         self._line = mesh["pp"].get_group()
@@ -81,12 +85,15 @@ class Pipelined:
         self._place = mesh["pp"].get_local_rank()
         self.stages = list(range(self._place, len(cuts), self.ranks))
         self._owners = {
-            name: stage for stage, one in reversed(list(enumerate(cuts))) for name in one.parameters
+            name: stage
+            for stage, one in reversed(list(enumerate(cuts)))
+            for name in (*one.parameters, *one.buffers)
         }
         self._names = sorted({name for stage in self.stages for name in cuts[stage].parameters})
         self._shared = self._shared_weights(cuts)
         self._runner = self._make_runner(cuts)
         self._drop_others()
+        mark_piped(self.parameters())
 
     @property
     def ranks(self) -> int:
@@ -111,9 +118,7 @@ class Pipelined:
 
         Every rank of a pipeline gives the same batch. Raises PipelineError on every rank for a batch of another form than the example's.
         """
-        given, error = tried(lambda: self._given(args, kwargs, target))
-        self._say_together(error)
-        assert given is not None
+        given = self._agreed(args, kwargs, target)
         before = [p.grad for p, _, _ in self._shared]  # summed already
         for p, _, _ in self._shared:
             p.grad = None
@@ -155,24 +160,26 @@ class Pipelined:
         return {
             name: value.detach()
             for name, value in state.items()
-            if id(value) in own or id(value) not in parameters
+            if (id(value) in own if id(value) in parameters else self._is_here(name))
         }
 
     def whole_state_dict(self) -> dict[str, Tensor]:
         """The weights and buffers of the whole model, in CPU memory, on rank 0 of each pipeline; {} on the others. Every rank calls it."""
-        state = self.model.state_dict(keep_vars=True)
-        parameters = {id(p) for p in self.model.parameters()}
         made: dict[str, Tensor] = {}
-        for name, value in state.items():
-            if id(value) not in parameters:
-                made[name] = value.detach().cpu()
-                continue
+        for name, value in self.model.state_dict(keep_vars=True).items():
             owner = self._owners.get(name, 0) % self.ranks
-            here = value.detach() if not value.is_meta else torch.empty_like(value, device=self.world.device)
-            if owner and self._place in (0, owner):
+            if self._place not in (0, owner):
+                continue
+            here = value.detach()
+            if owner:
+                here = here if self._place == owner else torch.empty_like(here, device=self.world.device)
                 self._hand(here, owner)
             made[name] = here.cpu()
         return made if self._place == 0 else {}
+
+    def _is_here(self, buffer: str) -> bool:
+        """Whether no other rank's stage writes to it."""
+        return buffer not in self._owners or self._owners[buffer] % self.ranks == self._place
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Give this rank's weights and buffers the values of a whole model's, or of this rank's part. KeyError, before anything is changed, for a missing name."""
@@ -213,17 +220,19 @@ class Pipelined:
         self._check_sizes()
         stages = self.ranks * self._stages_per_rank
         starts = choose_split_points(self.model, split, stages, None)
-        args, kwargs = _as_call(example)
-        self._spec, self._constants, tensors = split_inputs(args, kwargs)
-        self._rows = _rows_of(tensors, self.microbatches)
-        self._shapes = [tensor.shape[1:] for tensor in tensors]
-        one = [tensor[: self._rows].to(self.world.device) for tensor in tensors]
+        self._form = BatchForm(example, self.microbatches)
         if any(p.is_meta for p in self.model.parameters()):
             raise PipelineError("the model has weights on the meta device: load them before it is cut")
         self.model.to(self.world.device)
-        leaves = Leaves(self.model, self._spec, self._constants)
+        self._modes = _modes(self.model)
+        if not self.model.training:
+            logger.warning(
+                "%s is in eval() while its stages are cut: they train without dropout and with fixed statistics; call train() before, unless you want that",
+                type(self.model).__name__,
+            )
+        leaves = Leaves(self.model, self._form.spec, self._form.constants)
         self._outputs = leaves.outputs
-        whole = trace(leaves, one)
+        whole = trace(leaves, self._form.one(self.world.device))
         named: dict[str, Any] = dict(self.model.named_buffers(remove_duplicate=False))
         named.update(self.model.named_parameters(remove_duplicate=False))
         return cut(whole, starts, named)
@@ -251,32 +260,15 @@ class Pipelined:
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() != self.world.size:
             raise ValueError("a pipeline takes all processes of a torch.distributed group: use a launcher")
 
-    def _together(self, work: Callable[[], Any]) -> Any:
-        """What `work` makes; where it fails on one rank, every rank raises, and ranks that were asked for different things do too."""
-        made, error = tried(work)
-        said = (
-            type(self.model).__name__,
-            self._schedule,
-            self.microbatches,
-            self._stages_per_rank,
-            self._replicas,
-        )
-        parts = None if made is None else [(one.batch, one.parameters) for one in made]
-        self._say_together(error, (said, parts))
-        return made
-
-    def _say_together(self, error: Exception | None, said: Any = None) -> None:
-        told = gather_object(
-            [(said, None if error is None else f"{type(error).__name__}: {error}")], self.world
-        )
-        if error is not None:
-            raise error
-        for rank, (other, failure) in enumerate(told):
-            if failure is not None:
-                raise PipelineError(f"rank {rank}: {failure}")
-            if other != told[0][0]:
+    def _check_same(self, cuts: Sequence[Cut]) -> None:
+        """PipelineError on all ranks where one was asked for something else, or cut the model elsewhere."""
+        asked = (self._schedule, self.microbatches, self._stages_per_rank, self._replicas)
+        said = (type(self.model).__name__, *asked, [(one.batch, one.parameters) for one in cuts])
+        told = self.world.comm.all_gather_object(said)
+        for rank, other in enumerate(told):
+            if other != told[0]:
                 raise PipelineError(
-                    f"rank {rank} was asked for another pipeline than rank 0: {other} and {told[0][0]}"
+                    f"rank {rank} was asked for another pipeline than rank 0: {other} and {told[0]}"
                 )
 
     def _make_runner(self, cuts: Sequence[Cut]) -> Any:
@@ -319,32 +311,35 @@ class Pipelined:
 
     # a step ------------------------------------------------------------------------------------------------------------------
 
-    def _given(self, args: Any, kwargs: Any, target: Any) -> dict[str, Any]:
-        """The batch as named tensors, whose rows are the example's."""
-        spec, constants, tensors = split_inputs(args, kwargs)
-        shapes = [tensor.shape[1:] for tensor in tensors]
-        same = spec == self._spec and all(
-            a is b or a == b for a, b in zip(constants, self._constants, strict=True)
-        )
-        if not same or shapes != self._shapes:
+    def _agreed(self, args: Any, kwargs: Any, target: Any) -> dict[str, Any]:
+        """The batch as named tensors, once all ranks have one of the right form: one number tells that, the errors are exchanged where it does not."""
+        given, error = tried(lambda: self._given(args, kwargs, target))
+        # with and without a target on different ranks: the largest of both numbers is 1
+        has = target is not None
+        said = torch.tensor([error is not None, has, not has], dtype=torch.int64)
+        failed, some, others = self.world.comm.all_reduce(
+            said.to(self.world.comm.control_device), "max"
+        ).tolist()
+        if failed:
+            raise_together(self.world, error)
+        if some and others:
             raise PipelineError(
-                f"this batch has another form than the example: {[tuple(s) for s in shapes]} after the rows, the example had "
-                f"{[tuple(s) for s in self._shapes]}"
+                "some ranks gave a target to step, others none: every rank gives the same batch"
             )
-        rows = _rows_of(tensors, self.microbatches)
-        if rows != self._rows:
-            raise PipelineError(
-                f"a batch of {rows * self.microbatches} rows does not fit the stages, which were cut for {self._rows * self.microbatches}: use drop_last=True "
-                "in the loader, or fill the batch up"
-            )
-        given = {f"batch_{number}": tensor.to(self.world.device) for number, tensor in enumerate(tensors)}
-        if isinstance(target, Tensor):
-            given["batch_target"] = target.to(self.world.device)
-        elif target is not None:
-            raise PipelineError(
-                f"target must be a tensor with a row for each of the batch, got {type(target).__name__}"
-            )
+        assert given is not None
         return given
+
+    def _given(self, args: Any, kwargs: Any, target: Any) -> dict[str, Any]:
+        """The batch as named tensors. PipelineError for one of another form, and for a model in another mode than its stages."""
+        now = _modes(self.model)
+        if now != self._modes:
+            name = next(name for name, training in now.items() if training != self._modes.get(name))
+            was, is_now = ("train()", "eval()") if self._modes.get(name) else ("eval()", "train()")
+            raise PipelineError(
+                f"{name or 'the model'} was in {was} when the stages were cut, which they keep, and is in {is_now} now: put it back, or build the "
+                "pipeline anew in the other mode"
+            )
+        return self._form.given(args, kwargs, target, self.world.device)
 
     def _shared_weights(self, cuts: Sequence[Cut]) -> list[tuple[nn.Parameter, int, Any]]:
         """Weights that stages on several ranks use, with the first of those ranks and a group of them; every rank makes the same groups."""
@@ -380,31 +375,9 @@ class Pipelined:
                     p.grad /= self._replicas
 
 
-def _as_call(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(example, Mapping):
-        return (), dict(example)
-    if (
-        isinstance(example, tuple)
-        and len(example) == 2
-        and isinstance(example[0], tuple)
-        and isinstance(example[1], Mapping)
-    ):
-        return example[0], dict(example[1])
-    return (example if isinstance(example, tuple) else (example,)), {}
-
-
-def _rows_of(tensors: Sequence[Tensor], microbatches: int) -> int:
-    """Rows of a micro-batch. Raises PipelineError for tensors with different numbers of rows, and where the micro-batches do not divide them."""
-    rows = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors}
-    if len(rows) != 1 or 0 in rows:
-        raise PipelineError(
-            f"every tensor of a batch needs the same number of rows, got shapes {[tuple(tensor.shape) for tensor in tensors]}: put what is "
-            "the same for all rows into the model"
-        )
-    (count,) = rows
-    if count % microbatches:
-        raise PipelineError(f"{count} rows cannot be cut into microbatches={microbatches} of the same size")
-    return count // microbatches
+def _modes(model: nn.Module) -> dict[str, bool]:
+    """Which modules are in train()."""
+    return {name: module.training for name, module in model.named_modules()}
 
 
 def _plain(values: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -98,11 +98,6 @@ def _revert(model: nn.Module) -> None:
 register_unwrap_finalizer(_AROUND, _revert)
 
 
-def is_surrounded(model: nn.Module) -> bool:
-    """Whether the forward of `model` runs through something of ours."""
-    return _AROUND in vars(model)
-
-
 def around_of(model: nn.Module) -> Around | None:
     """What the forward of `model` runs through, if anything of ours."""
     return vars(model).get(_AROUND)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,7 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from acc_ops.world import World, use_world
+from acc_ops.world import World, forget_meshes, use_world
+
+# a process has one process group; who comes again in the same thread is told so
+_ONE_AT_A_TIME = threading.RLock()
 
 
 class _Echo:
@@ -34,8 +38,14 @@ class _Echo:
 def fake_world(size: int) -> Iterator[World]:
     """Inside, this thread is rank 0 of `size`, and torch.distributed has a group of that size; nothing of it is left afterwards.
 
-    Raises RuntimeError in a process that has a process group: it can have only one.
+    Threads wait for each other. Raises RuntimeError in a process that has a process group: it can have only one.
     """
+    with _ONE_AT_A_TIME, _group_of(size) as world:
+        yield world
+
+
+@contextmanager
+def _group_of(size: int) -> Iterator[World]:
     if dist.is_available() and dist.is_initialized():
         raise RuntimeError(
             "simulate makes a process group of its own, and this process has one already: call it before the Accelerator is made, "
@@ -49,4 +59,5 @@ def fake_world(size: int) -> Iterator[World]:
         with use_world(World(rank=0, size=size, device=torch.device("cpu"), comm=comm)) as world:
             yield world
     finally:
+        forget_meshes()
         dist.destroy_process_group()

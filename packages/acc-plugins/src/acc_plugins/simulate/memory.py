@@ -31,11 +31,16 @@ def bytes_of(tensors: Iterable[Tensor | None]) -> int:
     return sum(storages.values())
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of a nested structure."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
 class SavedForBackward:
     """Around a forward: `nbytes()` is what autograd keeps of it, without parameters and buffers of `model` and without `given` (the batch)."""
 
     def __init__(self, model: nn.Module, given: Any = ()) -> None:
-        known = [*model.parameters(), *model.buffers(), *_tensors(given)]
+        known = [*model.parameters(), *model.buffers(), *tensors_in(given)]
         self._known = {local(tensor).untyped_storage()._cdata for tensor in known}
         self._kept: dict[int, torch.UntypedStorage] = {}
         self._hooks: AbstractContextManager[Any] = torch.autograd.graph.saved_tensors_hooks(
@@ -82,7 +87,7 @@ class LiveBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if "c10d" in func.namespace:
             self.look_again()
-        for tensor in _tensors(result):
+        for tensor in tensors_in(result):
             self._see(tensor)
         self.peak = max(self.peak, self._total)
         return result
@@ -108,7 +113,3 @@ class LiveBytes(TorchDispatchMode):
 
     def _forget(self, key: int, _: Any) -> None:
         self._total -= self._live.pop(key)[1]
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

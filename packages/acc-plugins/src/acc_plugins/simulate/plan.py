@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,8 +21,9 @@ from acc_plugins.parallel.exchange import line_of
 from acc_plugins.parallel.split import reach_of, split_model
 from acc_plugins.simulate.memory import local
 from acc_plugins.simulate.traffic import TrafficCounter
+from acc_plugins.strategies.buffers import saved_buffers
 from acc_plugins.strategies.checkpointing import checkpoint_block
-from acc_plugins.strategies.fsdp2 import shard_mesh
+from acc_plugins.strategies.fsdp2_mesh import shard_mesh
 from acc_plugins.strategies.fsdp2_sharding import Sharding, parameters_apart, wrap
 from acc_plugins.strategies.fsdp2_wrapping import chosen_blocks, units_of
 from acc_plugins.support import UnsupportedError
@@ -106,10 +107,9 @@ class Plan:
         if self.mesh is None:
             return {}
         found: dict[str, str] = {}
-        lines = {axis: self.mesh[axis] for axis in self.axes}
-        lines.update(
-            (name, self.parallelism.joined_mesh(name, self.mesh)) for name in ("dp_shard_cp", "dp_cp", "dp")
-        )
+        lines: dict[str, DeviceMesh | None] = {axis: self.mesh[axis] for axis in self.axes}
+        for name in ("dp_shard_cp", "dp_cp", "dp"):
+            lines[name] = self.parallelism.joined_mesh(name, self.mesh)
         for axis, line in lines.items():
             if line is not None:
                 found.setdefault(line.get_group().group_name, axis)
@@ -127,26 +127,33 @@ class Plan:
             self.checkpoint(model)
             return model
         how = self._sharding(world)
-        apart = frozenset(map(id, parameters_apart(model, self.plugin)))
-        units = units_of(model, self.plugin, apart)
-        if self.recompute == "blocks":
-            for block in units.blocks:
-                checkpoint_block(block)
+        units = units_of(model, self.plugin, frozenset(map(id, parameters_apart(model, self.plugin))))
+        self.checkpoint(model, units.blocks)
         wrap(model, how, units)
-        if self.recompute == "full":
-            checkpoint_block(model)
         return model
 
-    def checkpoint(self, model: nn.Module) -> None:
-        """Let the activations be computed again that `recompute` names."""
+    def checkpoint(self, model: nn.Module, blocks: Sequence[nn.Module] | None = None) -> None:
+        """Let the activations be computed again that `recompute` names; `blocks` are those of `model`, where they are known.
+
+        Raises ValueError where it has none.
+        """
         if self.recompute == "full":
             checkpoint_block(model)
-        if self.recompute == "blocks":
-            policy = self.plugin or FullyShardedDataParallelPlugin(
-                fsdp_version=2, auto_wrap_policy="transformer_based_wrap"
+        if self.recompute != "blocks":
+            return
+        policy = self.plugin or FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap"
+        )
+        if blocks is None:
+            blocks = chosen_blocks(model, policy)
+        if not blocks:
+            raise ValueError(
+                f"recompute='blocks' finds no block of {type(model).__name__}: give fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, "
+                "auto_wrap_policy='transformer_based_wrap', transformer_cls_names_to_wrap=[...]), or a model whose _no_split_modules names the "
+                "classes of its blocks, or say recompute='full'"
             )
-            for block in chosen_blocks(model, policy):
-                checkpoint_block(block)
+        for block in blocks:
+            checkpoint_block(block)
 
     def cast(self, model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
         """Model and batch in the format in which FSDP computes."""
@@ -173,21 +180,28 @@ class Plan:
             yield
 
     def exchange(self, model: nn.Module, counter: TrafficCounter) -> None:
-        """What is exchanged after backward where nothing is sharded: gradients, and DistributedDataParallel's buffers."""
+        """What strategies exchange after backward: gradients where nothing is sharded, and buffers."""
         trained: list[Tensor] = [p for p in model.parameters() if p.grad is not None]
-        if self.plugin is not None or self.world is None or not trained:
-            return
         axes = {axis: size for axis, size in self.axes.items() if axis != "tp"}
         ranks = math.prod(axes.values())
-        if ranks == 1:
+        if self.world is None or not trained or ranks == 1:
             return
-        name, nbytes = "+".join(axes), sum(_bytes(local(p)) for p in trained)
+        name = "+".join(axes)
+        if self.plugin is not None:
+            self._send_buffers([b for m in model.modules() for b in saved_buffers(m)], name, ranks, counter)
+            return
         calls = 1
         if self.is_ddp:
             calls = len(torch.distributed._compute_bucket_assignment_by_size(trained, list(_DDP_BUCKETS))[0])
             if buffers := list(model.buffers()):
-                counter.add(name, "broadcast", sum(map(_bytes, buffers)), ranks)
-        counter.add(name, "all_reduce", nbytes, ranks, calls)
+                counter.add(name, "broadcast", sum(b.nbytes for b in buffers), ranks)
+        counter.add(name, "all_reduce", sum(local(p).nbytes for p in trained), ranks, calls)
+
+    def _send_buffers(self, buffers: list[Tensor], name: str, ranks: int, counter: TrafficCounter) -> None:
+        """As `SharedBuffers` does: one broadcast for each format."""
+        if buffers:
+            formats = len({buffer.dtype for buffer in buffers})
+            counter.add(name, "broadcast", sum(b.nbytes for b in buffers), ranks, formats)
 
     def _meet(self, world: World) -> None:
         if self.mesh is None:
@@ -205,7 +219,3 @@ class Plan:
             parallelism=self.parallelism,
             mixed_precision=self.mixed_precision,
         )
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -38,7 +38,13 @@ class Simulation:
         return self.weights + self.buffers + self.gradients + self.buckets + self.optimizer
 
     def sent(self, axis: str | None = None) -> int:
-        """Bytes that a rank sends per step along `axis`, or along all."""
+        """Bytes that a rank sends per step along `axis`, or along all. What goes over several axes at once is counted under the joined one, as torch
+        names it (`dp_shard_cp`). KeyError for an axis that is neither of the mesh nor in `traffic`."""
+        known = [*dict.fromkeys([*self.axes, *(one.axis for one in self.traffic)])]
+        if axis is not None and axis not in known:
+            raise KeyError(
+                f"there is no axis {axis!r}: this world has {', '.join(known) or 'one process, and none'}"
+            )
         return sum(one.sent for one in self.traffic if axis in (None, one.axis))
 
     def to_json(self) -> str:

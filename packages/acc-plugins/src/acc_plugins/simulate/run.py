@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
+    DynamicOutputShapeException,
     FakeTensorMode,
 )
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from acc_ops.world import World
 from acc_plugins.options.fsdp import FullyShardedDataParallelPlugin
 from acc_plugins.options.parallelism import ParallelismConfig
 from acc_plugins.simulate.fake_world import fake_world
-from acc_plugins.simulate.memory import LiveBytes, SavedForBackward, bytes_of
+from acc_plugins.simulate.memory import LiveBytes, SavedForBackward, bytes_of, tensors_in
 from acc_plugins.simulate.plan import Plan, make_plan
 from acc_plugins.simulate.report import Simulation
 from acc_plugins.simulate.skeleton import give_memory, meta_copy
 from acc_plugins.simulate.traffic import TrafficCounter
 
 logger = logging.getLogger(__name__)
+_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+# newer than torch 2.6, which raises a RuntimeError of no name
+_OTHER_DEVICE: Any = getattr(fake_tensor, "FakeTensorDeviceMismatchError", ())
 Recompute = Literal["none", "blocks", "full"]
 
 
@@ -92,15 +98,15 @@ def _step(
         model.train()
         given = _pretended(batch)
         optimizer = make_optimizer(p for p in model.parameters() if p.requires_grad)
-        live = LiveBytes([*model.parameters(), *model.buffers(), *_tensors(given)])
+        live = LiveBytes([*model.parameters(), *model.buffers(), *tensors_in(given)])
         counter = TrafficCounter(plan.axes_of_groups())
         with live, counter:
             with plan.around(model, given):
                 _forward(model, given, loss).backward()
             plan.exchange(model, counter)
             gradients = bytes_of(p.grad for p in model.parameters())
-            optimizer.step()
-        state = (value for values in optimizer.state.values() for value in _tensors(values))
+            _take_step(optimizer)
+        state = (value for values in optimizer.state.values() for value in tensors_in(values))
         return Simulation(
             world_size=world.size,
             axes=plan.axes,
@@ -117,6 +123,22 @@ def _step(
         )
 
 
+def _take_step(optimizer: Optimizer) -> None:
+    name = type(optimizer).__name__
+    asks = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if asks is not None and asks.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"{name} computes the loss again as often as its values ask for, and a simulation has none: give optimizer= one whose step needs no closure"
+        )
+    try:
+        optimizer.step()
+    except _VALUES as error:
+        raise ValueError(
+            f"the step of {name} depends on values ({error.func}), and a simulation has none: give optimizer= one that does not look at them "
+            "(AdamW, SGD)"
+        ) from error
+
+
 def _forward(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
     try:
         if isinstance(batch, Mapping):
@@ -124,10 +146,15 @@ def _forward(model: nn.Module, batch: Any, loss: Callable[[Any], Tensor] | None)
         else:
             output = model(*batch) if isinstance(batch, tuple) else model(batch)
         value = _loss_of(output) if loss is None else loss(output)
-    except DataDependentOutputException as error:
+    except _VALUES as error:
         raise ValueError(
             f"the path of {type(model).__name__} depends on values ({error.func}), and a simulation has none: leave out of the batch what it "
             "looks at (an attention mask, for instance), or simulate the part that does the work"
+        ) from error
+    except _OTHER_DEVICE as error:
+        raise ValueError(
+            f"{type(model).__name__} computes with a tensor that is neither a parameter nor a buffer, so that it was not copied with them ({error}): "
+            "keep it by register_buffer(name, tensor, persistent=False)"
         ) from error
     if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
         raise ValueError(
@@ -142,7 +169,7 @@ def _loss_of(output: Any) -> Tensor:
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(found, Tensor):
         return found
-    floats = [t.sum() for t in _tensors(output) if t.is_floating_point()]
+    floats = [t.sum() for t in tensors_in(output) if t.is_floating_point()]
     if not floats:
         raise ValueError(
             f"the model returned no floating-point tensor but {type(output).__name__}: give loss="
@@ -155,7 +182,3 @@ def _pretended(batch: Any) -> Any:
     return tree_map_only(
         Tensor, lambda t: torch.empty_like(t.detach(), device="cpu").requires_grad_(t.requires_grad), batch
     )
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

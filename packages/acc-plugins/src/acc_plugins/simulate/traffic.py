@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from acc_plugins.simulate.memory import tensors_in
 
 _SHARE = {  # part of the payload that one rank sends, in units of (n - 1) / n
     "all_gather": 1,
@@ -108,5 +108,4 @@ def _group_of(given: Mapping[str, Any]) -> dist.ProcessGroup | None:
 
 
 def _bytes(value: Any) -> int:
-    tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.nbytes for tensor in tensors_in(value))

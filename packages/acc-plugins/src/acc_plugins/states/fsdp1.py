@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from acc_plugins.states.sharded import as_dtensors, map_tensors
+from acc_plugins.states.spread import as_dtensors, map_tensors
 
 
 def has_fsdp1(module: nn.Module) -> bool:

@@ -8,7 +8,8 @@ import shutil
 from pathlib import Path
 
 import acc_bigmodel  # lazy: what writes files is loaded when it is first used
-from acc_ops.world import World, current_world
+from acc_ops.exchange import together
+from acc_ops.world import current_world
 from acc_plugins.states.shards import METADATA, ShardFolder, ShardStore, is_shard_folder
 
 logger = logging.getLogger(__name__)
@@ -25,9 +26,20 @@ def merge_fsdp_weights(
 
     `checkpoint_dir` is the folder of shards, or a checkpoint that holds one. The main process does it, the others wait. Raises ValueError on all
     of them for a folder that holds no shards of weights, with a hint which one does, and for `remove_checkpoint_dir` (which takes the shards
-    away afterwards) where more than the shards would go; what the disk raises, as it is, on the main process.
+    away afterwards) where more than the shards would go, and what the disk raises.
     """
-    _on_main_process(current_world(), checkpoint_dir, output_path, safe_serialization, remove_checkpoint_dir)
+    world = current_world()
+
+    def merge() -> None:
+        if world.is_main:
+            merge_shards(
+                checkpoint_dir,
+                output_path,
+                safe_serialization=safe_serialization,
+                remove_checkpoint_dir=remove_checkpoint_dir,
+            )
+
+    together(world, merge)
 
 
 def merge_shards(
@@ -108,17 +120,3 @@ def _check_removable(given: Path, shards: Path, output: Path) -> None:
         raise ValueError(
             f"remove_checkpoint_dir would remove the result, too: {output} lies in {shards}. Write it elsewhere"
         )
-
-
-def _on_main_process(world: World, checkpoint_dir: str, output_path: str, safe: bool, remove: bool) -> None:
-    failed = ""
-    try:
-        if world.is_main:
-            merge_shards(checkpoint_dir, output_path, safe_serialization=safe, remove_checkpoint_dir=remove)
-    except BaseException as error:
-        failed = str(error) or type(error).__name__
-        raise
-    finally:
-        failed = world.comm.broadcast_object(failed)
-    if failed:
-        raise ValueError(f"merging {checkpoint_dir} failed on the main process: {failed}")

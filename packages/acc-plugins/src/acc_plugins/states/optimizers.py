@@ -9,6 +9,7 @@ the one that is there already, or else is whole on every rank. A single number (
 
 from __future__ import annotations
 
+import os
 import pickle
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -18,14 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor import empty as empty_dtensor
 
 from acc_plugins.states.files import find_optimizer
 from acc_plugins.states.names import Names, inner_optimizer
 from acc_plugins.states.read import sliced
-from acc_plugins.states.sharded import local_pieces, map_tensors
-from acc_plugins.states.shards import Box, Key, ShardFolder
+from acc_plugins.states.shards import METADATA, Box, Key, ShardFolder
+from acc_plugins.states.spread import is_dtensor, local_pieces, map_tensors
 
 # what torch's own optimizers keep in the shape of the parameter; another shape is another model's
 _LIKE_PARAMETER = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "sum", "square_avg", "grad_avg", "acc_delta", "prev", "step_size", "ax"}  # fmt: skip
@@ -72,6 +71,11 @@ class SavedOptimizer:
     state: Mapping[Any, Any]
     groups: list[dict[str, Any]]
     more: Mapping[str, Any] = field(default_factory=dict)  # what some optimizers keep beside state and groups
+    identity: tuple[int, ...] = ()  # of the file when it was opened
+
+    def is_still(self, where: Path) -> bool:
+        """Whether it is what lies in `where` now."""
+        return self.where == where and self.identity == _identity(where)
 
     @property
     def by_name(self) -> bool:
@@ -84,6 +88,7 @@ def open_optimizer(folder: str | Path, name: str) -> SavedOptimizer:
     Raises FileNotFoundError where there is none, ValueError for files that are damaged or not to be trusted.
     """
     where = find_optimizer(folder, name)
+    identity = _identity(where)
     content = _nested(ShardFolder(where)) if where.is_dir() else read_plain(where)
     if len(content) == 1 and "optimizer" in content:
         content = content["optimizer"]
@@ -93,7 +98,27 @@ def open_optimizer(folder: str | Path, name: str) -> SavedOptimizer:
         )
     more = {key: value for key, value in content.items() if key not in ("state", "param_groups")}
     groups = [{"params": [], **group} for group in content["param_groups"]]
-    return SavedOptimizer(where=where, state=content.get("state", {}), groups=groups, more=more)
+    state = content.get("state", {})
+    return SavedOptimizer(where=where, state=state, groups=groups, more=more, identity=identity)
+
+
+class Opened:
+    """The states that were opened to be checked, so that the load which follows need not open them again."""
+
+    def __init__(self) -> None:
+        self._checked: dict[tuple[Path, str], SavedOptimizer] = {}
+
+    def check(self, folder: str | Path, name: str) -> None:
+        """Open it; the errors of `open_optimizer`."""
+        self._checked.pop((Path(folder), name), None)
+        self._checked[Path(folder), name] = open_optimizer(folder, name)
+
+    def take(self, folder: str | Path, name: str) -> SavedOptimizer:
+        """As `open_optimizer`, which is called where nothing was checked, or something else lies there now."""
+        checked = self._checked.pop((Path(folder), name), None)
+        if checked is not None and checked.is_still(find_optimizer(folder, name)):
+            return checked
+        return open_optimizer(folder, name)
 
 
 def state_by_name(optimizer: Any, names: Names) -> dict[str, Any]:
@@ -219,6 +244,12 @@ class _Reading(Mapping[str, Any]):
         return name in self._state
 
 
+def _identity(where: Path) -> tuple[int, ...]:
+    file = where / METADATA if where.is_dir() else where
+    found = os.stat(file)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
 def _numbered(saved: SavedOptimizer, names: Names) -> list[dict[str, Any]]:
     groups, first = [], 0
     for group, own in zip(saved.groups, names, strict=True):
@@ -248,21 +279,21 @@ def _placed(value: Any, parameter: Tensor, present: Any, map_location: Any, take
     """One entry of a parameter's state, where the note above says. `taken`: memory that has its value already."""
     if not isinstance(value, Value):
         return read_all(value)
-    if not isinstance(parameter, DTensor) or not len(value.shape):
+    if not is_dtensor(parameter) or not len(value.shape):
         if _fits(present, value) and present.data_ptr() not in taken:  # no second copy of the state
             taken.add(present.data_ptr())
             value.read_into(present, ((0,) * len(value.shape), tuple(value.shape)))
             return present
         return value.read() if map_location is None else value.read().to(map_location)
-    if isinstance(present, DTensor) and present.shape == value.shape:
+    if is_dtensor(present) and present.shape == value.shape:
         made = torch.empty_like(present, dtype=value.dtype)
     elif parameter.shape == value.shape:
         made = torch.empty_like(parameter.detach(), dtype=value.dtype)
     else:
-        placements = [Replicate()] * parameter.device_mesh.ndim
-        made = empty_dtensor(
-            value.shape, dtype=value.dtype, device_mesh=parameter.device_mesh, placements=placements
-        )
+        from torch.distributed.tensor import Replicate, empty  # noqa: PLC0415  whoever has a DTensor has it loaded
+
+        mesh = parameter.device_mesh
+        made = empty(value.shape, dtype=value.dtype, device_mesh=mesh, placements=[Replicate()] * mesh.ndim)
     for box, memory in local_pieces(made):
         value.read_into(memory, box)
     return made

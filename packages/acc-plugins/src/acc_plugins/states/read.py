@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from acc_bigmodel.stores.store import WeightStore
 from acc_plugins.states.fsdp1 import has_fsdp1, in_shards
 from acc_plugins.states.names import plain_name
-from acc_plugins.states.sharded import has_sharded, local_pieces, shape_of
 from acc_plugins.states.shards import Box, ShardStore
+from acc_plugins.states.spread import has_sharded, local_pieces, shape_of
 
 _COUNTED = "num_batches_tracked"  # old files of batch norms lack it, and torch adds it
 

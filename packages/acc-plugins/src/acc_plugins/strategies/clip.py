@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from acc_plugins.states.spread import is_dtensor
+
 _Place = tuple[Any, tuple[int, ...]]  # a mesh, and its axes along which a gradient is sharded
 
 
@@ -57,11 +59,6 @@ def unique_parameters(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
     if isinstance(parameters, Tensor):
         return [parameters]
     return list({id(p): p for p in parameters}.values())
-
-
-def is_dtensor(tensor: Tensor) -> bool:
-    """Whether it lies on a mesh; asking does not load torch's DTensor."""
-    return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
 
 
 def _alike_and_plain(gradients: list[Tensor]) -> bool:
@@ -117,7 +114,7 @@ def _place_of(gradient: Any) -> _Place:
 def _norm_of(group: list[Tensor], place: _Place, norm_type: float, wide: torch.dtype) -> Tensor:
     """The norm of all gradients of a group, over all ranks that share them."""
     mesh, axes = place
-    parts = [g for g in group if g.numel()]
+    parts = [g.abs() if g.is_complex() else g for g in group if g.numel()]
     device = group[0].device if mesh is None else torch.device(mesh.device_type)
     norms = [n.to(device, wide) for n in torch._foreach_norm(parts, norm_type, dtype=wide)] if parts else []
     total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), dtype=wide)

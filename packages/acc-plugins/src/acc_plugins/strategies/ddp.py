@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import fields as fields_of
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -13,6 +15,7 @@ from acc_ops.comm import TorchComm
 from acc_ops.world import World
 from acc_plugins.options.kwargs import DistributedDataParallelKwargs
 from acc_plugins.precisions.precision import Precision
+from acc_plugins.strategies.agreement import told
 from acc_plugins.strategies.ddp_order import order_of, put_in_order
 from acc_plugins.strategies.placing import is_dispatched
 from acc_plugins.strategies.strategy import Bundle, Strategy
@@ -44,13 +47,25 @@ class DDPStrategy(Strategy):
         self._unprepared: list[
             DistributedDataParallel
         ] = []  # forward ran under without_sync, backward shall synchronise
+        # what torch does not average, by model
+        self._frozen: weakref.WeakKeyDictionary[nn.Module, list[tuple[str, nn.Parameter]]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def options_of_all_ranks(self) -> dict[str, str]:
+        fields = ((field.name, getattr(self.options, field.name)) for field in fields_of(self.options))
+        return {**super().options_of_all_ranks(), **{name: told(value) for name, value in fields}}
 
     def _prepare_model(self, model: nn.Module, bundle: Bundle) -> nn.Module:
         if isinstance(model, DistributedDataParallel):
             super()._prepare_model(model.module, bundle)
             return model
         model = super()._prepare_model(model, bundle)
-        if bundle.evaluation or not any(p.requires_grad for p in model.parameters()):
+        if bundle.evaluation:
+            return model
+        frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+        self._frozen[model] = frozen
+        if len(frozen) == len(list(model.parameters())):
             return model
         sharded = [name for name, p in model.named_parameters() if hasattr(p, "device_mesh")]
         if sharded:
@@ -116,6 +131,18 @@ class DDPStrategy(Strategy):
             # what DDP's forward does when it is not under no_sync; from the loss it finds the parameters that are not used
             model.reducer.prepare_for_backward([loss] if model.find_unused_parameters else [])
         super().backward(loss, divisor=divisor, **kwargs)
+        for inner, frozen in self._frozen.items():
+            trained = next((name for name, p in frozen if p.grad is not None), None)
+            if trained is not None:
+                raise RuntimeError(
+                    f"{trained} of {type(inner).__name__} has a gradient, but was frozen when the model was prepared: DistributedDataParallel averages "
+                    "only what requires a gradient then, so every process would train weights of its own. Call requires_grad_() before prepare, and "
+                    "freeze again afterwards what shall wait (with find_unused_parameters=True)"
+                )
+
+    def close(self) -> None:
+        super().close()
+        self._frozen.clear()
 
 
 def _still_learns(model: DistributedDataParallel) -> bool:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import re
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -25,17 +24,29 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp.wrap import _Policy
 
 from acc_ops.comm import TorchComm
 from acc_ops.world import World
 from acc_plugins.options import fsdp_values
 from acc_plugins.options.fsdp import FullyShardedDataParallelPlugin
 from acc_plugins.precisions.precision import Precision
+from acc_plugins.strategies import gradients
+from acc_plugins.strategies.agreement import Facts, check_agreement
+from acc_plugins.strategies.buffers import SharedBuffers
 from acc_plugins.strategies.checkpointing import checkpoint_block
 from acc_plugins.strategies.clip import unique_parameters
 from acc_plugins.strategies.flat_optimizers import ParameterPlaces
+from acc_plugins.strategies.fsdp2_wrapping import as_torch_asks, chosen_blocks
+from acc_plugins.strategies.fsdp_plugin import (
+    ignored_modules,
+    say_what_is_not_ignored,
+    told_ignored,
+    told_options,
+)
+from acc_plugins.strategies.optimizer_kinds import check_for_pieces
 from acc_plugins.strategies.placing import follow, place
-from acc_plugins.strategies.replicated import average_gradients, check_same_layout
+from acc_plugins.strategies.replicated import average_gradients
 from acc_plugins.strategies.same_start import send_from_rank_0
 from acc_plugins.strategies.sharded import ShardedStrategy
 from acc_plugins.strategies.strategy import Bundle
@@ -84,20 +95,47 @@ class FSDP1Strategy(ShardedStrategy):
         self.plugin = plugin
         self.state_dict_type = plugin.state_dict_type.name
         self._group = world.comm.group
-        self._mesh = _nodes_mesh(world) if plugin.sharding_strategy in _HYBRID else None
+        self._mesh = self._nodes_mesh() if plugin.sharding_strategy in _HYBRID else None
         # parameter -> the group over which its gradient is sharded; None: every rank has all of it
         self._shared_by: Any = torch.utils.weak.WeakIdKeyDictionary()
         self._ignored: weakref.WeakKeyDictionary[Any, list[Tensor]] = weakref.WeakKeyDictionary()
+        self._buffers = SharedBuffers(world)
         if precision.scaler is not None:
             precision.scaler.agree = self._largest  # type: ignore[attr-defined]
 
+    def _nodes_mesh(self) -> Any:
+        """Shards within a node, copies between nodes."""
+        world = self.world
+        check_agreement(world.comm, self.options_of_all_ranks())
+        sizes = world.comm.all_gather_object(world.local_size)
+        if len(set(sizes)) > 1 or world.size % sizes[0]:
+            raise ValueError(
+                f"HYBRID_SHARD needs the same number of ranks on every node, got nodes of {sorted(set(sizes))} among {world.size} ranks: start "
+                "as many everywhere, or use FULL_SHARD"
+            )
+        shape = (world.size // sizes[0], sizes[0])
+        return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
+
     # 1
+    def options_of_all_ranks(self) -> dict[str, str]:
+        return {**super().options_of_all_ranks(), **told_options(self.plugin)}
+
+    def treatment(self, model: nn.Module) -> Facts:
+        try:
+            ignored = {id(p) for m in ignored_modules(model, self.plugin) for p in m.parameters()}
+            blocks = {id(block) for block in chosen_blocks(model, self.plugin, frozenset(ignored))}
+        except ValueError as error:  # raised again where the model is wrapped, if every rank has it
+            return [("auto_wrap_policy", str(error))]
+        wrapped = [(name, "wrapped") for name, module in model.named_modules() if id(module) in blocks]
+        return [*told_ignored(model, self.plugin), *wrapped]
+
     def shard(self, bundle: Bundle) -> Bundle:
         """Each model wrapped; optimizers with the parameters that are trained now.
 
         Raises ValueError on every rank for ranks that built different models, weights without values, weights that are split already, and
         optimizers that cannot follow.
         """
+        check_for_pieces(bundle.optimizers)
         before = [p for model in bundle.models for p in model.parameters()]
         models = [self._placed(model, bundle) for model in bundle.models]
         follow(bundle.optimizers, before, [p for model in models for p in model.parameters()])
@@ -108,7 +146,7 @@ class FSDP1Strategy(ShardedStrategy):
             units = [_units(model) for model in models]
             self._note_groups(unit for found in units for unit in found)
             moved = [unit for found, new in zip(units, fresh, strict=True) if new for unit in found]
-            places.move(bundle.optimizers, moved)
+            places.move(bundle.optimizers, moved, self.world.comm)
         return replace(
             bundle, models=models, optimizers=list(bundle.optimizers), schedulers=list(bundle.schedulers)
         )
@@ -119,8 +157,7 @@ class FSDP1Strategy(ShardedStrategy):
             self.precision.wrap(model.module)
             return model
         if not bundle.evaluation:
-            _refuse_split(model)
-            check_same_layout(self.world, model)
+            self._refuse_what_is_not_flattened(model)
             if not self._torch_sends_weights:
                 self._take_values(model)
         if bundle.place and not any(p.is_meta for p in model.parameters()):
@@ -129,6 +166,19 @@ class FSDP1Strategy(ShardedStrategy):
         if self.precision.name != "no":
             _keep_master_weights(model)
         return model
+
+    def _refuse_what_is_not_flattened(self, model: nn.Module) -> None:
+        apart = {id(p) for module in ignored_modules(model, self.plugin) for p in module.parameters()}
+        for name, p in model.named_parameters():
+            if hasattr(p, "device_mesh"):
+                raise ValueError(
+                    f"{name} of {type(model).__name__} is split already (a DTensor), which FSDP version 1 does not shard: use fsdp_version=2"
+                )
+            if not p.is_floating_point() and id(p) not in apart:
+                raise ValueError(
+                    f"{name} of {type(model).__name__} holds numbers of {p.dtype}, and FSDP version 1 lays real floating numbers only into its flat "
+                    "parameters: use fsdp_version=2, or name its module in ignored_modules"
+                )
 
     @property
     def _torch_sends_weights(self) -> bool:
@@ -166,7 +216,8 @@ class FSDP1Strategy(ShardedStrategy):
     def _wrap(self, model: nn.Module) -> nn.Module:
         plugin = copy.copy(self.plugin)  # the policy is completed for this model only
         plugin.set_auto_wrap_policy(model)
-        ignored = _ignored_modules(plugin.ignored_modules, model)
+        ignored = ignored_modules(model, plugin)
+        say_what_is_not_ignored(model, plugin)
         if plugin.activation_checkpointing and plugin.auto_wrap_policy is None:
             logger.warning(
                 "activation_checkpointing has no effect without auto_wrap_policy: there are no blocks"
@@ -175,7 +226,7 @@ class FSDP1Strategy(ShardedStrategy):
             model,
             process_group=None if self._mesh is not None else self._group,
             sharding_strategy=plugin.sharding_strategy,
-            auto_wrap_policy=plugin.auto_wrap_policy,
+            auto_wrap_policy=_as_torch_takes(plugin.auto_wrap_policy),
             backward_prefetch=plugin.backward_prefetch,
             mixed_precision=plugin.mixed_precision_policy,
             ignored_modules=ignored,
@@ -188,9 +239,10 @@ class FSDP1Strategy(ShardedStrategy):
             cpu_offload=plugin.cpu_offload if plugin.cpu_offload.offload_params else None,
             device_mesh=self._mesh,
         )
-        apart = [p for module in ignored for p in module.parameters() if p.requires_grad]
+        apart = [p for module in ignored for p in module.parameters()]
         if apart:
             self._ignored[wrapped] = unique_parameters(apart)
+        self._buffers.watch(wrapped)
         if plugin.activation_checkpointing:
             for unit in FullyShardedDataParallel.fsdp_modules(wrapped):
                 if unit is not wrapped:
@@ -210,11 +262,16 @@ class FSDP1Strategy(ShardedStrategy):
 
     # 3
     def backward(self, loss: Tensor, *, divisor: float = 1, **kwargs: Any) -> None:
-        """Differentiate; torch averages and shards the gradients on the way, those of ignored modules are averaged afterwards."""
+        """Differentiate; torch averages and shards the gradients on the way, those of ignored modules are averaged afterwards.
+
+        Then buffers follow rank 0's.
+        """
         super().backward(loss, divisor=divisor, **kwargs)
-        due = [p for model, apart in self._ignored.items() if model._sync_gradients for p in apart]
+        synchronising = (apart for model, apart in self._ignored.items() if model._sync_gradients)
+        due = [p for apart in synchronising for p in apart if p.requires_grad]
         if due:
             average_gradients(self.world, due)
+        self._buffers.share(held=lambda model: not model._sync_gradients)
 
     # 4
     def clip_norm(
@@ -241,7 +298,8 @@ class FSDP1Strategy(ShardedStrategy):
 
     def _norm(self, gradients: list[Tensor], group: Any, norm_type: float) -> Tensor:
         """Over the ranks of `group`, in float32 at least."""
-        wide = [g if g.dtype == torch.float64 else g.float() for g in gradients if g.numel()]
+        real = [g.abs() if g.is_complex() else g for g in gradients if g.numel()]  # of ignored modules
+        wide = [g if g.dtype == torch.float64 else g.float() for g in real]
         kind = torch.float64 if any(g.dtype == torch.float64 for g in wide) else torch.float32
         norm = torch.zeros((), dtype=kind, device=self.world.device)
         if wide:
@@ -260,23 +318,28 @@ class FSDP1Strategy(ShardedStrategy):
     def _largest(self, flag: Tensor) -> None:
         self.world.comm.all_reduce(flag, "max")
 
+    # 6
+    def gradient_places(self, model: nn.Module) -> gradients.Places:
+        """Those of flat parameters: whole in a window, else this rank's part."""
+        return gradients.of_flat_parameters(self.module_with_states(model))
+
+    def gradient_layout(self, model: nn.Module) -> str:
+        """Another policy makes other flat parameters, so their sizes are in it."""
+        units = _units(self.module_with_states(model))
+        sizes = [unit._handle.flat_param._unpadded_unsharded_size.numel() for unit in units]
+        return f"{self.name} {self.plugin.sharding_strategy.name}, flat parameters of {sizes} numbers"
+
     # 8
     def close(self) -> None:
         super().close()
         self._ignored.clear()
+        self._buffers.clear()
         self._shared_by.clear()
 
 
-def _nodes_mesh(world: World) -> Any:
-    """Shards within a node, copies between nodes."""
-    sizes = world.comm.all_gather_object(world.local_size)
-    if len(set(sizes)) > 1 or world.size % sizes[0]:
-        raise ValueError(
-            f"HYBRID_SHARD needs the same number of ranks on every node, got nodes of {sorted(set(sizes))} among {world.size} ranks: start "
-            "as many everywhere, or use FULL_SHARD"
-        )
-    shape = (world.size // sizes[0], sizes[0])
-    return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
+def _as_torch_takes(policy: Any) -> Any:
+    """A user's function of (module) as one of (module, recurse, nonwrapped_numel); torch's own policies, and None, as they are."""
+    return policy if policy is None or isinstance(policy, _Policy) else as_torch_asks(policy)
 
 
 def _units(model: nn.Module) -> list[Any]:
@@ -297,14 +360,6 @@ def _synchronising(model: nn.Module) -> Iterator[None]:
             unit._sync_gradients = flag
 
 
-def _refuse_split(model: nn.Module) -> None:
-    split = next((name for name, p in model.named_parameters() if hasattr(p, "device_mesh")), None)
-    if split is not None:
-        raise ValueError(
-            f"{split} of {type(model).__name__} is split already (a DTensor), which FSDP version 1 does not shard: use fsdp_version=2"
-        )
-
-
 def _keep_master_weights(model: nn.Module) -> None:
     """Weights that are trained in mixed precision are float32; all of them, since the parameters of a block have one dtype."""
     low = next((name for name, p in model.named_parameters() if p.requires_grad and p.dtype in _LOW), None)
@@ -319,16 +374,6 @@ def _keep_master_weights(model: nn.Module) -> None:
         for p in model.parameters():
             if p.dtype in _LOW:
                 p.data = p.data.float()
-
-
-def _ignored_modules(said: Any, model: nn.Module) -> list[nn.Module]:
-    """Those of `model` that the plugin leaves out: by a regular expression for whole names, or by themselves."""
-    if said is None:
-        return []
-    if isinstance(said, str):
-        return [module for name, module in model.named_modules() if name and re.fullmatch(said, name)]
-    wanted = {id(module) for module in said}
-    return [module for module in model.modules() if id(module) in wanted]
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

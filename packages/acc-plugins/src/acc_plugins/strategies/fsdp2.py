@@ -8,7 +8,7 @@ does not matter.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -27,14 +27,20 @@ from acc_ops.enums import FP8BackendType
 from acc_ops.world import World
 from acc_plugins.options.fsdp import FullyShardedDataParallelPlugin
 from acc_plugins.options.parallelism import ParallelismConfig
+from acc_plugins.parallel.split import sharers_of
 from acc_plugins.precisions.precision import Precision
-from acc_plugins.strategies import fsdp_utils
-from acc_plugins.strategies.clip import is_dtensor
+from acc_plugins.states.spread import is_dtensor
+from acc_plugins.strategies import fsdp_utils, gradients
+from acc_plugins.strategies.agreement import Facts
+from acc_plugins.strategies.begun_states import give_values
+from acc_plugins.strategies.buffers import SharedBuffers
 from acc_plugins.strategies.fsdp2_mesh import shard_mesh
 from acc_plugins.strategies.fsdp2_optimizers import follow_shards, letting_go
-from acc_plugins.strategies.fsdp2_sharding import Sharding, uncompiled
-from acc_plugins.strategies.replicated import average_gradients
-from acc_plugins.strategies.sharded import ShardedStrategy
+from acc_plugins.strategies.fsdp2_sharding import Sharding, parameters_apart, uncompiled
+from acc_plugins.strategies.fsdp_plugin import told_ignored, told_options
+from acc_plugins.strategies.optimizer_kinds import check_for_dtensors
+from acc_plugins.strategies.replicated import average_gradients, sum_partial_gradients
+from acc_plugins.strategies.sharded import ShardedStrategy, mesh_text, told_plan
 from acc_plugins.strategies.strategy import Bundle
 from acc_plugins.support import UnsupportedError
 
@@ -91,17 +97,34 @@ class FSDP2Strategy(ShardedStrategy):
             parallelism=parallelism,
             mixed_precision=precision.name,
         )
+        self._sharers = world if mesh is None else sharers_of(world, mesh)  # of what is not sharded
         self._became: Any = WeakTensorKeyDictionary()  # a parameter before it was sharded -> the DTensor
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._apart: weakref.WeakKeyDictionary[nn.Module, list[nn.Parameter]] = weakref.WeakKeyDictionary()
         self._held: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._buffers = SharedBuffers(self._sharers)
         if precision.scaler is not None:
             precision.scaler.agree = self._largest  # type: ignore[attr-defined]
 
     # 1
+    def options_of_all_ranks(self) -> dict[str, str]:
+        mesh = mesh_text(self.sharding.mesh or self.sharding.shards)
+        return {
+            **super().options_of_all_ranks(),
+            **told_options(self.plugin),
+            "parallelism_config": mesh,
+        }
+
+    def treatment(self, model: nn.Module) -> Facts:
+        parallelism = self.sharding.parallelism
+        plan = told_plan(model) if parallelism is not None and parallelism.tp_enabled else []
+        return [*told_ignored(model, self.plugin), *plan]
+
     def shard(self, bundle: Bundle) -> Bundle:
         """Each model sharded, in place; optimizers, also those of an earlier `prepare`, with the new parameters."""
+        check_for_dtensors(bundle.optimizers)
         self._optimizers.update(bundle.optimizers)
+        give_values(bundle.optimizers, self.world)
         for optimizer in bundle.optimizers:
             follow_shards(optimizer, self._became)
         with letting_go(self._optimizers, map(uncompiled, bundle.models)):
@@ -122,15 +145,20 @@ class FSDP2Strategy(ShardedStrategy):
             self.precision.unwrap(inner)
             raise
         inner = uncompiled(made)
+        kept = {
+            id(p) for p in parameters_apart(inner, self.plugin)
+        }  # split layers among them are DTensors, too
         apart = []
         for name, p in inner.named_parameters(remove_duplicate=False):
             old = before[name]() if name in before else None
             if old is not None and old is not p:  # an optimizer has it that was not prepared yet
                 self._became[old] = p
-            if p.requires_grad and not is_dtensor(p):
+            if id(p) in kept or not is_dtensor(p):
                 apart.append(p)
         if apart:
             self._apart[inner] = apart
+        if not bundle.evaluation:
+            self._buffers.watch(inner)
         return made
 
     def as_accelerator(self) -> Any:
@@ -176,18 +204,39 @@ class FSDP2Strategy(ShardedStrategy):
 
     # 3
     def backward(self, loss: Tensor, *, divisor: float = 1, **kwargs: Any) -> None:
-        """Differentiate; torch averages and shards the gradients on the way, those of ignored modules are averaged afterwards."""
+        """Differentiate; torch averages and shards the gradients on the way, those of ignored modules are averaged afterwards.
+
+        Then buffers follow rank 0's.
+        """
         super().backward(loss, divisor=divisor, **kwargs)
-        due = [p for model, apart in self._apart.items() if not self._held.get(model, 0) for p in apart]
-        if due and self.world.size > 1:
-            average_gradients(self.world, due)
+        if self.world.size == 1:
+            return
+        synchronising = (apart for model, apart in self._apart.items() if not self._held.get(model, 0))
+        due = [p for apart in synchronising for p in apart if p.requires_grad]
+        if due:
+            sum_partial_gradients(due)
+            average_gradients(self._sharers, due)
+        self._buffers.share(held=lambda model: self._held.get(model, 0))
 
     def _largest(self, flag: Tensor) -> None:
         self.world.comm.all_reduce(flag, "max")
+
+    # 6
+    def gradient_places(self, model: nn.Module) -> gradients.Places:
+        """Shards, and what is held back whole in a window."""
+        inner = uncompiled(model)
+        held = gradients.held_by_fsdp2(inner) if isinstance(inner, FSDPModule) else {}
+        return {**super().gradient_places(model), **held}
+
+    def held_gradients(self) -> Iterable[gradients.GradientPlace]:
+        return [place for model in list(self._held) for place in gradients.held_by_fsdp2(model).values()]
+
+    def gradient_layout(self, model: nn.Module) -> str:  # noqa: ARG002
+        return f"{self.name} over {mesh_text(self.sharding.mesh or self.sharding.shards)}"
 
     # 8
     def close(self) -> None:
         """Let go of everything that was prepared."""
         super().close()
-        for known in (self._became, self._optimizers, self._apart, self._held):
+        for known in (self._became, self._optimizers, self._apart, self._held, self._buffers):
             known.clear()

@@ -18,5 +18,13 @@ def shard_mesh(
             return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("dp_shard",))
         return DeviceMesh.from_group(group, world.device.type, mesh_dim_names=("dp_shard",))
     shards = [axis for axis in ("dp_shard", "cp", "sp") if getattr(parallelism, f"{axis}_enabled")]
-    last = "dp_shard_cp" if len(shards) > 1 else shards[0]
-    return mesh["dp_replicate", last] if parallelism.dp_replicate_enabled else mesh[last]
+    if len(shards) == 1:
+        return mesh["dp_replicate", shards[0]] if parallelism.dp_replicate_enabled else mesh[shards[0]]
+    joined = parallelism.joined_mesh("dp_shard_cp", mesh)
+    assert joined is not None
+    if not parallelism.dp_replicate_enabled:
+        return joined
+    if not hasattr(DeviceMesh, "_concatenate"):  # a torch that slices joined axes without a warning
+        return mesh["dp_replicate", "dp_shard_cp"]
+    both: DeviceMesh = DeviceMesh._concatenate([mesh["dp_replicate"], joined])
+    return both

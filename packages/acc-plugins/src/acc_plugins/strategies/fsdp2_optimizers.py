@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from acc_plugins.strategies.clip import is_dtensor, local_part
+from acc_plugins.states.spread import is_dtensor
+from acc_plugins.strategies.clip import local_part
 from acc_plugins.strategies.same_start import sharded_like
 
 
@@ -69,11 +70,17 @@ def _swap(optimizer: Optimizer, other: Any) -> None:
 
 def _state_of(new: Any, shape: torch.Size, state: Mapping[str, Any]) -> Any:
     """The state of one parameter, sharded as `new` is; what has another shape (a count) stays."""
-    if not isinstance(new, Tensor) or not is_dtensor(new):
+    if not isinstance(new, Tensor):
         return state
+    if not is_dtensor(new):  # it stays whole, and so does what `give_values` made of one number
+        return {name: value.clone() if _is_expanded(value) else value for name, value in state.items()}
     return {
         name: sharded_like(value, new, local_part(new).device)
         if isinstance(value, Tensor) and value.shape == shape and not is_dtensor(value)
         else value
         for name, value in state.items()
     }
+
+
+def _is_expanded(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() > 1 and 0 in value.stride()

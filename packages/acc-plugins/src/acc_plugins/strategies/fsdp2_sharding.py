@@ -9,7 +9,6 @@ shard. Parameters that `fully_shard` must not see (ignored modules, and numbers 
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -32,6 +31,7 @@ from acc_plugins.options.fsdp import FullyShardedDataParallelPlugin
 from acc_plugins.options.parallelism import ParallelismConfig
 from acc_plugins.strategies.checkpointing import checkpoint_block
 from acc_plugins.strategies.fsdp2_wrapping import Unit, Units, units_of
+from acc_plugins.strategies.fsdp_plugin import ignored_modules, say_what_is_not_ignored
 from acc_plugins.strategies.same_start import emptied, filled, must_be_sent, send_from_rank_0, started
 
 if TYPE_CHECKING:
@@ -96,6 +96,7 @@ def shard_model(model: nn.Module, how: Sharding) -> nn.Module:
     except ValueError as error:  # the others must hear of it
         problem = error
     sent = must_be_sent(inner, how.world, units.names(inner), problem)
+    say_what_is_not_ignored(inner, how.plugin)
     if sent and how.world.is_main:
         started(inner)
     values = emptied(inner) if sent else {}
@@ -138,17 +139,6 @@ def parameters_apart(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -
     ignored = [p for module in ignored_modules(model, plugin) for p in module.parameters()]
     others = [p for p in model.parameters() if not p.dim() or not p.is_floating_point()]
     return list({id(p): p for p in [*ignored, *others]}.values())
-
-
-def ignored_modules(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> list[nn.Module]:
-    """Those of `model` that the plugin leaves out: by a regular expression for whole names, or by themselves."""
-    said = plugin.ignored_modules
-    if said is None:
-        return []
-    if isinstance(said, str):
-        return [module for name, module in model.named_modules() if name and re.fullmatch(said, name)]
-    wanted = {id(module) for module in said}
-    return [module for module in model.modules() if id(module) in wanted]
 
 
 def checkpoint_blocks(

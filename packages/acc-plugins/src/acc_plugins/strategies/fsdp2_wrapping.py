@@ -69,7 +69,7 @@ def chosen_blocks(
     if policy is None:
         return []
     chosen: dict[int, nn.Module] = {}
-    _choose(model, _as_torch_asks(policy), _sizes(model, ignored, {}), chosen)
+    _choose(model, as_torch_asks(policy), _sizes(model, ignored, {}), chosen)
     chosen.pop(id(model), None)
     return list(chosen.values())
 
@@ -122,13 +122,20 @@ def _is_called(module: nn.Module) -> bool:
     return is_compiled_module(module) or type(module).forward is not nn.Module.forward
 
 
-def _as_torch_asks(policy: Callable[..., Any]) -> Callable[[nn.Module, bool, int], bool]:
-    """The policy as a function of (module, recurse, nonwrapped_numel)."""
+def as_torch_asks(policy: Callable[..., Any]) -> Callable[..., bool]:
+    """The policy as a function of (module, recurse, nonwrapped_numel), also of a user's that takes the module alone."""
     try:
         inspect.signature(policy).bind(None, recurse=True, nonwrapped_numel=0)
+        alone = False
     except TypeError:
-        return lambda module, recurse, _: True if recurse else bool(policy(module))
-    return lambda module, recurse, left: bool(policy(module, recurse=recurse, nonwrapped_numel=left))
+        alone = True
+
+    def asked(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        if alone:
+            return True if recurse else bool(policy(module))
+        return bool(policy(module, recurse=recurse, nonwrapped_numel=nonwrapped_numel))
+
+    return asked
 
 
 def _ends(model: nn.Module, blocks: list[nn.Module]) -> Iterator[Unit]:

@@ -110,7 +110,7 @@ def get_parameters_from_modules(
 def ensure_weights_retied(
     param_init_fn: Callable[[nn.Module], Any],
     model: nn.Module,
-    device: torch.device | str | None = None,  # noqa: ARG001  accelerate's signature
+    device: torch.device | str,  # noqa: ARG001  accelerate's signature
 ) -> Callable[[nn.Module], Any]:
     """`param_init_fn`, after which the weights that `model._tied_weights_keys` names are shared as before; unchanged where it names none."""
     keys = getattr(model, "_tied_weights_keys", None)

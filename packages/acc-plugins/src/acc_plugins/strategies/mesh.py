@@ -8,24 +8,23 @@ What tensor parallelism leaves whole gets the same gradient on every rank of `tp
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from acc_ops.comm import SoloComm, TorchComm
+from acc_ops.comm import TorchComm
 from acc_ops.world import World
 from acc_plugins.options.kwargs import DistributedDataParallelKwargs
 from acc_plugins.options.parallelism import ParallelismConfig
-from acc_plugins.parallel.split import part_of, split_model
+from acc_plugins.parallel.split import sharers_of, split_model
 from acc_plugins.parallel.tensor import split_like
 from acc_plugins.precisions.precision import Precision
+from acc_plugins.strategies.agreement import Facts
+from acc_plugins.strategies.optimizer_kinds import check_for_dtensors
 from acc_plugins.strategies.placing import follow
-from acc_plugins.strategies.replicated import AveragingStrategy, check_same_layout
-from acc_plugins.strategies.sharded import ShardedStrategy
+from acc_plugins.strategies.replicated import AveragingStrategy, sum_partial_gradients
+from acc_plugins.strategies.sharded import ShardedStrategy, mesh_text, told_plan
 from acc_plugins.strategies.strategy import Bundle, Strategy
 
 
@@ -64,21 +63,36 @@ class MeshStrategy(AveragingStrategy, ShardedStrategy):
         self.parallelism = parallelism
         self.mesh = mesh
         self.broadcast_buffers = options.broadcast_buffers
-        self.averaging = _averaging_world(world, mesh)
+        self.averaging = sharers_of(world, mesh)
         self._moved: WeakIdKeyDictionary = (
             WeakIdKeyDictionary()
         )  # parameters before they were split -> after it
         if precision.scaler is not None and parallelism.tp_enabled:
             precision.scaler.agree = lambda flag: world.comm.all_reduce(flag, "max")  # type: ignore[attr-defined]
 
+    def options_of_all_ranks(self) -> dict[str, str]:
+        return {
+            **super().options_of_all_ranks(),
+            "parallelism_config": mesh_text(self.mesh),
+            "broadcast_buffers": str(self.broadcast_buffers),
+        }
+
+    def treatment(self, model: nn.Module) -> Facts:
+        return told_plan(model) if self.parallelism.tp_enabled else []
+
+    def _must_agree(self, bundle: Bundle) -> bool:
+        return bool(bundle.models or bundle.optimizers)  # models for evaluation are split, too
+
     def shard(self, bundle: Bundle) -> Bundle:
         """The models' layers split and their attention opened; optimizers follow, with what they keep for each parameter.
 
         An optimizer that comes in a later call than its model follows, too.
         """
+        if self.parallelism.tp_enabled:
+            check_for_dtensors(bundle.optimizers)
         before = [p for model in bundle.models for p in model.parameters()]
         owners = {id(state): p for optimizer in bundle.optimizers for p, state in optimizer.state.items()}
-        made = Strategy.prepare(self, bundle)
+        made = Strategy._make(self, bundle)
         after = [p for model in made.models for p in model.parameters()]
         self._moved.update({old: new for old, new in zip(before, after, strict=True) if old is not new})
         follow(made.optimizers, list(self._moved), list(self._moved.values()))
@@ -92,9 +106,8 @@ class MeshStrategy(AveragingStrategy, ShardedStrategy):
 
     def _prepare_model(self, model: nn.Module, bundle: Bundle) -> nn.Module:
         model = super()._prepare_model(model, bundle)
-        check_same_layout(self.world, model)
         split_model(model, self.parallelism, self.mesh, self.world)
-        if not bundle.evaluation and any(p.requires_grad for p in model.parameters()):
+        if not bundle.evaluation:
             self._begin_training(model)
         return model
 
@@ -102,22 +115,11 @@ class MeshStrategy(AveragingStrategy, ShardedStrategy):
         """Differentiate, then average; sums that ranks of `tp` still had to make are made."""
         super().backward(loss, divisor=divisor, **kwargs)
         if self.parallelism.tp_enabled:
-            for model in self.training_models():
-                for p in model.parameters():
-                    gradient: Any = p.grad
-                    if isinstance(gradient, DTensor) and any(one.is_partial() for one in gradient.placements):
-                        like: Any = p
-                        p.grad = gradient.redistribute(placements=like.placements)
+            sum_partial_gradients(p for model in self.training_models() for p in model.parameters())
+
+    def gradient_layout(self, model: nn.Module) -> str:  # noqa: ARG002
+        return f"{self.name} over {mesh_text(self.mesh)}"
 
     def close(self) -> None:
         super().close()
         self._moved.clear()
-
-
-def _averaging_world(world: World, mesh: DeviceMesh) -> World:
-    """The ranks that have the same parts of the weights as this one."""
-    names = [name for name in mesh.mesh_dim_names or () if name != "tp"]
-    if not names:
-        return replace(world, rank=0, size=1, local_rank=0, local_size=1, comm=SoloComm(), mesh=None)
-    line = mesh[names[0]] if len(names) == 1 else mesh[tuple(names)]._flatten("_".join(names))
-    return part_of(world, line.get_group())

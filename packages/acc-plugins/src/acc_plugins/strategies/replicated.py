@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from acc_ops.world import World
 from acc_plugins.precisions.precision import Precision
+from acc_plugins.states.spread import is_dtensor
 from acc_plugins.strategies.clip import local_part, unique_parameters
 from acc_plugins.strategies.strategy import Bundle, Strategy
 
@@ -38,7 +39,7 @@ class AveragingStrategy(Strategy):
     def _begin_training(self, model: nn.Module) -> None:
         """Every rank has the first one's weights from here on, and its gradients are averaged."""
         buffers = model.buffers() if self.broadcast_buffers else ()
-        take_from_rank_0(self.averaging, [*model.parameters(), *buffers])
+        take_from_rank_0(self.averaging, [t for t in (*model.parameters(), *buffers) if not t.is_meta])
         if all(known() is not model for known in self._training):
             self._training.append(weakref.ref(model))
 
@@ -97,12 +98,13 @@ class ReplicatedStrategy(AveragingStrategy):
         super().__init__(world, precision, save_on_each_node=save_on_each_node)
         self.broadcast_buffers = broadcast_buffers
 
+    def options_of_all_ranks(self) -> dict[str, str]:
+        return {**super().options_of_all_ranks(), "broadcast_buffers": str(self.broadcast_buffers)}
+
     def _prepare_model(self, model: nn.Module, bundle: Bundle) -> nn.Module:
         model = super()._prepare_model(model, bundle)
-        if bundle.evaluation or not any(p.requires_grad for p in model.parameters()):
-            return model
-        check_same_layout(self.world, model)
-        self._begin_training(model)
+        if not bundle.evaluation:
+            self._begin_training(model)
         return model
 
 
@@ -128,26 +130,24 @@ def average_gradients(world: World, parameters: Iterable[Tensor]) -> None:
     _coalesced(gradients, lambda flat: world.comm.all_reduce(flat).div_(world.size))
 
 
+def sum_partial_gradients(parameters: Iterable[Tensor]) -> None:
+    """Make the sums over ranks that split layers have left to be made in gradients, in place. Every rank calls it."""
+    for p in unique_parameters(parameters):
+        gradient: Any = p.grad
+        if (
+            gradient is not None
+            and is_dtensor(gradient)
+            and any(one.is_partial() for one in gradient.placements)
+        ):
+            like: Any = p
+            p.grad = gradient.redistribute(placements=like.placements)
+
+
 def take_from_rank_0(world: World, tensors: list[Tensor]) -> None:
     """Give `tensors` the values they have on rank 0, in place."""
     _coalesced(
         [local_part(tensor.detach()) for tensor in tensors], lambda flat: world.comm.broadcast(flat, 0)
     )
-
-
-def check_same_layout(world: World, model: nn.Module) -> None:
-    """Raise the same ValueError on every rank when the ranks built different models."""
-    mine = [(name, tuple(t.shape), str(t.dtype)) for name, t in model.state_dict(keep_vars=True).items()]
-    everyone = world.comm.all_gather_object(mine)
-    for rank, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
-            here, there = next(
-                ((a, b) for a, b in zip(everyone[0], theirs, strict=False) if a != b),
-                (f"{len(everyone[0])} weights", f"{len(theirs)} weights"),
-            )
-            raise ValueError(
-                f"the ranks built different models: rank 0 has {here}, rank {rank} has {there}. Build the same model on every rank"
-            )
 
 
 def _coalesced(tensors: list[Tensor], exchange: Callable[[Tensor], Tensor]) -> None:

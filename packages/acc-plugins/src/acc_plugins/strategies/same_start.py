@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from acc_ops.world import World
-from acc_plugins.strategies.replicated import check_same_layout
+from acc_plugins.strategies.agreement import check_agreement, model_facts
 
 logger = logging.getLogger(__name__)
 _SMALL_BYTES, _TOGETHER = 64 * 1024, 256  # a tensor that is not sent alone, and how many of those go together
@@ -28,7 +28,7 @@ def must_be_sent(model: nn.Module, world: World, plan: Sequence[str], problem: E
     retie = getattr(model, "tie_weights", None)
     if missing and callable(retie):
         retie()  # transformers': an empty model may have been built without its ties
-    check_same_layout(world, model)
+    check_agreement(world.comm, {"the strategy": "fsdp2"}, [model_facts(model, [])])
     names = [name for name, _ in model.named_parameters()]
     stuck = _cannot_start(model) if missing and world.is_main else None
     mine = (names, list(plan), None if problem is None else str(problem), stuck, bool(missing))

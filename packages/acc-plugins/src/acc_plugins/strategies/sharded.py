@@ -18,37 +18,32 @@ from torch.optim import Optimizer
 
 from acc_ops.lazy import LazyModule
 from acc_ops.regions import is_compiled_module
-from acc_ops.world import World
-from acc_plugins.precisions.precision import Precision
 from acc_plugins.states import fsdp1
 from acc_plugins.states.names import inner_optimizer, plain_name
 from acc_plugins.states.part import Part, TorchFilePart, WeightsPart
-from acc_plugins.states.sharded import ShardedPart, gathered
+from acc_plugins.states.sharded import ShardedPart
+from acc_plugins.states.spread import gathered
+from acc_plugins.strategies.agreement import Facts, told
 from acc_plugins.strategies.strategy import Bundle, Strategy
 
 files = LazyModule("acc_plugins.states.files")  # what reads files is loaded when it is first used
 read = LazyModule("acc_plugins.states.read")
+plans = LazyModule("acc_plugins.parallel.plans")
 optimizers = LazyModule("acc_plugins.states.optimizers")
 
 
 class ShardedStrategy(Strategy):
     """Base of FSDP2Strategy, FSDP1Strategy and MeshStrategy."""
 
+    waits_for_all = True
     state_dict_type: str = "FULL_STATE_DICT"  # a strategy with a plugin sets it: plugin.state_dict_type.name
     fsdp_files: bool = (
         True  # FSDP's file names, and names in optimizer.bin; else those of a model that is whole
     )
 
-    def __init__(self, world: World, precision: Precision, *, save_on_each_node: bool = False) -> None:
-        super().__init__(world, precision, save_on_each_node=save_on_each_node)
-
     # 1
-    def prepare(self, bundle: Bundle) -> Bundle:
-        """As `shard` does it; the names of the optimizers' parameters are remembered."""
-        self.names.note(bundle.models, bundle.optimizers)
-        made = self.shard(bundle)
-        self.names.add(made.models)
-        return made
+    def _make(self, bundle: Bundle) -> Bundle:
+        return self.shard(bundle)
 
     def shard(self, bundle: Bundle) -> Bundle:
         """The models sharded and wrapped, the optimizers over their new parameters; order kept."""
@@ -128,7 +123,7 @@ class ShardedStrategy(Strategy):
     def load_optimizer(
         self, optimizer: Optimizer, folder: str | Path, name: str, map_location: Any = "cpu"
     ) -> None:
-        saved = optimizers.open_optimizer(folder, name)
+        saved = self.saved_optimizer(folder, name)
         names = self.names.of(optimizer)
         root = self._fsdp1_model(optimizer)
         if root is None:
@@ -137,6 +132,10 @@ class ShardedStrategy(Strategy):
             named = optimizers.state_to_load_by_name(saved, names)
             state = fsdp1.optimizer_state_to_load(root, inner_optimizer(optimizer), named)
         optimizer.load_state_dict(state)
+
+    def gradient_layout(self, model: nn.Module) -> str:  # noqa: ARG002
+        """A strategy over the axes of a mesh says which."""
+        return self.name
 
     @property
     def _in_shards(self) -> bool:
@@ -158,3 +157,15 @@ class ShardedStrategy(Strategy):
                 "save an optimizer of one model only: build one optimizer for each model, or use fsdp_version=2"
             )
         return models[0]
+
+
+def told_plan(model: nn.Module) -> Facts:
+    """The model's plan of tensor parallelism, as every rank with the same one tells it."""
+    return [(pattern, told(style)) for pattern, style in (plans.plan_of(model) or {}).items()]
+
+
+def mesh_text(mesh: Any) -> str:
+    """`dp_shard=2, tp=2`: the axes of a mesh."""
+    shape = tuple(mesh.shape)
+    names = mesh.mesh_dim_names or [f"axis {axis}" for axis in range(len(shape))]
+    return ", ".join(f"{name}={size}" for name, size in zip(names, shape, strict=True))

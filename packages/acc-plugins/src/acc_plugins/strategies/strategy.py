@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +25,19 @@ from acc_plugins.precisions.precision import Precision
 from acc_plugins.states.names import ParameterNames
 from acc_plugins.states.part import Part, TorchFilePart, WeightsPart
 from acc_plugins.strategies import clip
+from acc_plugins.strategies.agreement import Facts, check_agreement, model_facts
 from acc_plugins.strategies.placing import follow, place
+
+if TYPE_CHECKING:
+    from acc_plugins.states.optimizers import Opened, SavedOptimizer
+    from acc_plugins.strategies.gradients import GradientPlace, Places
 
 __all__ = ["Bundle", "StepOutcome", "Strategy"]
 
 files = LazyModule("acc_plugins.states.files")  # what reads files is loaded when it is first used
 read = LazyModule("acc_plugins.states.read")
 optimizers = LazyModule("acc_plugins.states.optimizers")
+gradients = LazyModule("acc_plugins.strategies.gradients")
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()  # stateless, so one serves everybody
 _SEEDED = (torch.float32, torch.float64)
@@ -54,6 +60,7 @@ class Strategy:
     name: ClassVar[str] = "single"
     synchronises: ClassVar[bool] = False  # whether without_sync and sync_next_backward do anything
     changes_modules_in_place: ClassVar[bool] = False  # a copy of a prepared model would not be one
+    waits_for_all: ClassVar[bool] = False  # a step that some rank leaves out would keep the others waiting
 
     def __init__(self, world: World, precision: Precision, *, save_on_each_node: bool = False) -> None:
         """`save_on_each_node`: the first rank of every node writes, not only rank 0 (for disks that are not shared)."""
@@ -62,18 +69,43 @@ class Strategy:
         self.save_on_each_node = save_on_each_node
         self.names = ParameterNames()
         self._seeds: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
+        self._opened: Opened | None = None
 
     # 1
     def prepare(self, bundle: Bundle) -> Bundle:
         """Models placed, in the strategy's precision and wrapped for training; optimizers keep their parameters; order kept.
 
-        Raises ValueError for a model that cannot be placed.
+        Where gradients are exchanged, every rank calls it, and nothing is changed before the ranks agree. Raises ValueError, on all of them, where
+        they do not, and for a model that cannot be placed.
         """
+        if self.world.size > 1 and self.synchronises and self._must_agree(bundle):
+            agreement = [model_facts(model, self.treatment(model)) for model in bundle.models]
+            kinds = ", ".join(type(optimizer).__name__ for optimizer in bundle.optimizers)
+            check_agreement(
+                self.world.comm, {**self.options_of_all_ranks(), "the optimizers": kinds or "none"}, agreement
+            )
         self.names.note(bundle.models, bundle.optimizers)
+        made = self._make(bundle)
+        self.names.add(made.models)
+        return made
+
+    def options_of_all_ranks(self) -> dict[str, str]:
+        """By name, what must be the same on every rank, since it decides what is sent or what files hold."""
+        return {"the strategy": self.name, "mixed_precision": self.precision.name}
+
+    def treatment(self, model: nn.Module) -> Facts:  # noqa: ARG002
+        """How the options would treat this model, likewise; raises nothing."""
+        return []
+
+    def _must_agree(self, bundle: Bundle) -> bool:
+        """A model for evaluation alone is one rank's own matter."""
+        return bool(bundle.models or bundle.optimizers) and not bundle.evaluation
+
+    def _make(self, bundle: Bundle) -> Bundle:
+        """What `prepare` does once the ranks agree."""
         before = [p for model in bundle.models for p in model.parameters()]
         models = [self._prepare_model(model, bundle) for model in bundle.models]
         follow(bundle.optimizers, before, [p for model in models for p in model.parameters()])
-        self.names.add(models)
         return replace(
             bundle, models=models, optimizers=list(bundle.optimizers), schedulers=list(bundle.schedulers)
         )
@@ -178,7 +210,8 @@ class Strategy:
 
     def check_optimizer(self, folder: str | Path, name: str) -> None:
         """The same for `load_optimizer`."""
-        optimizers.open_optimizer(folder, name)
+        self._opened = self._opened or optimizers.Opened()
+        self._opened.check(folder, name)
 
     def load_model(
         self,
@@ -206,10 +239,16 @@ class Strategy:
     ) -> None:
         """Load the state called `name`, whatever strategy wrote it. Raises FileNotFoundError when there is none, ValueError for another optimizer's
         state and for a file with more than plain data and tensors in it."""
-        saved = optimizers.open_optimizer(folder, name)
+        saved = self.saved_optimizer(folder, name)
         optimizer.load_state_dict(
             optimizers.state_to_load(saved, optimizer, self.names.of(optimizer), map_location)
         )
+
+    def saved_optimizer(self, folder: str | Path, name: str) -> SavedOptimizer:
+        """The state called `name`, opened once where `check_optimizer` was called before. Errors as of `load_optimizer`."""
+        opener = optimizers.open_optimizer if self._opened is None else self._opened.take
+        saved: SavedOptimizer = opener(folder, name)
+        return saved
 
     def exchange_order(self, model: nn.Module) -> list[list[str]] | None:  # noqa: ARG002
         """In which groups, by name, gradients are added up over the ranks, where that is chosen in training: a resumed run needs it to get the
@@ -219,6 +258,20 @@ class Strategy:
     def restore_exchange_order(self, model: nn.Module, order: list[list[str]] | None) -> bool:  # noqa: ARG002
         """Add up as `exchange_order` told; whether that is what happens from now on. Call it on every rank."""
         return order is None
+
+    def gradient_places(self, model: nn.Module) -> Places:
+        """Where this rank's gradients of the model lie between two micro-batches, by name, also those that no parameter shows: a checkpoint
+        inside an accumulation window keeps them. UnsupportedError where this torch does not let anybody at some of them."""
+        places: Places = gradients.of_parameters(self.unwrap(model))
+        return places
+
+    def held_gradients(self) -> Iterable[GradientPlace]:
+        """Where gradients may lie, of all models, that were held back in a window and that no parameter shows: no optimizer can empty them."""
+        return ()
+
+    def gradient_layout(self, model: nn.Module) -> str:  # noqa: ARG002
+        """Equal where the places of one run take what was in those of another."""
+        return "whole gradients"
 
     @property
     def writes(self) -> bool:
@@ -234,4 +287,5 @@ class Strategy:
     def close(self) -> None:
         """Let go of everything that was prepared."""
         self._seeds.clear()
+        self._opened = None
         self.names.clear()

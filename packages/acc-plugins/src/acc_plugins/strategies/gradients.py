@@ -1,0 +1,301 @@
+"""Where a rank's gradients lie between two micro-batches, so that a checkpoint inside an accumulation window can take them and give them back.
+
+[Note: three kinds of places] Most gradients are a parameter's `grad`. What FSDP2 does not exchange in a window stays whole in its units, where no
+parameter shows it (`HeldByFSDP2`, `PartlyReduced`); FSDP1 has one gradient for each flat parameter, whole or this rank's part of it (`OfFlatParameter`).
+A gradient is saved as the tensor that this rank holds. One that lies over a mesh in another way than its parameter says how, so that it goes on
+being added up in the same order.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from acc_plugins.states.names import plain_name
+from acc_plugins.states.spread import is_dtensor
+from acc_plugins.support import UnsupportedError
+
+Saved = Any  # a tensor, or {"part": a tensor, "placements": how a mesh holds it}
+_TEXT = re.compile(r"(?P<kind>[SRP])(?P<what>.*)")
+
+
+class GradientPlace:
+    """A place for one gradient of this rank. `parameters`: whose it is."""
+
+    parameters: Sequence[Tensor] = ()
+
+    def take(self) -> Saved | None:
+        """The gradient as it is, the memory itself; None where there is none."""
+        raise NotImplementedError
+
+    def give(self, saved: Saved | None) -> None:
+        """Put a copy of `saved`, or nothing, in the place of what is there."""
+        raise NotImplementedError
+
+    def misfit(self, saved: Saved) -> str | None:
+        """What this place holds, when `saved` is no such thing."""
+        raise NotImplementedError
+
+    def scale(self, factor: float) -> None:
+        """Multiply what is there."""
+        saved = self.take()
+        if saved is not None:
+            (saved["part"] if isinstance(saved, Mapping) else saved).mul_(factor)
+
+
+class OfParameter(GradientPlace):
+    """The `grad` of a parameter. One that is there is overwritten: it may be a view of a DDP bucket."""
+
+    def __init__(self, parameter: Tensor) -> None:
+        self.parameters = (parameter,)
+        self._parameter: Any = parameter
+
+    def take(self) -> Saved | None:
+        gradient = self._parameter.grad
+        return None if gradient is None else packed(gradient, _placements(self._parameter))
+
+    def give(self, saved: Saved | None) -> None:
+        parameter = self._parameter
+        if saved is None:
+            parameter.grad = None
+        elif isinstance(saved, Tensor) and not is_dtensor(parameter) and _overwrites(parameter.grad, saved):
+            parameter.grad.detach().copy_(saved)
+        else:
+            like = parameter if is_dtensor(parameter) else None
+            parameter.grad = unpacked(saved, parameter.device, parameter.dtype, like)
+
+    def misfit(self, saved: Saved) -> str | None:
+        local = self._parameter.to_local() if is_dtensor(self._parameter) else self._parameter
+        return _misfit(saved, [tuple(local.shape)])
+
+
+class HeldByFSDP2(GradientPlace):
+    """What a unit of `fully_shard` holds back of one parameter: the whole gradient of this rank, averaged with nobody's."""
+
+    def __init__(self, unit: Any) -> None:
+        self.parameters = (unit.sharded_param,)
+        self._unit = unit
+        self._spec = getattr(unit, "_unsharded_dtensor_spec", None) or getattr(unit, "_tp_spec", None)
+        if unit.is_dtensor and self._spec is None:
+            raise AttributeError("how a mesh holds a gathered parameter")
+
+    def take(self) -> Saved | None:
+        unit = self._unit
+        held = unit.unsharded_accumulated_grad
+        if held is None:
+            held = getattr(getattr(unit, "_unsharded_param", None), "grad", None)
+        if held is None:
+            return None
+        return packed(held, self._spec.placements if self._spec is not None else None)
+
+    def give(self, saved: Saved | None) -> None:
+        """torch adds the next gradient to what it has accumulated, whether the parameter was gathered before or not."""
+        unit = self._unit
+        if hasattr(unit, "_unsharded_param"):
+            unit._unsharded_param.grad = None
+        like = None if self._spec is None else _Like(self._spec)
+        unit.unsharded_accumulated_grad = None if saved is None else unpacked(saved, unit.device, None, like)
+
+    def misfit(self, saved: Saved) -> str | None:
+        return _misfit(saved, [tuple(self._unit._orig_size)])
+
+
+class PartlyReduced(GradientPlace):
+    """What a group of replicas has added up among its shards and not yet among its copies (`set_requires_all_reduce(False)`)."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def take(self) -> Saved | None:
+        return self._group._partial_reduce_output
+
+    def give(self, saved: Saved | None) -> None:
+        self._group._partial_reduce_output = (
+            None if saved is None else unpacked(saved, self._group.device, None, None)
+        )
+
+    def misfit(self, saved: Saved) -> str | None:  # noqa: ARG002  its size is known when torch makes it
+        return None
+
+
+class OfFlatParameter(GradientPlace):
+    """The gradient of one flat parameter of FSDP1: under `no_sync` the whole one of this rank, else this rank's part."""
+
+    def __init__(self, handle: Any) -> None:
+        flat = handle.flat_param
+        self.parameters = (flat, *(flat._params or ()), *(flat._shared_params or ()))
+        self._handle = handle
+
+    def take(self) -> Saved | None:
+        gradient = self._handle.flat_param.grad
+        return None if gradient is None else gradient.detach()
+
+    def give(self, saved: Saved | None) -> None:
+        handle, flat = self._handle, self._handle.flat_param
+        for parameter in self.parameters:
+            parameter.grad = None
+        if saved is None:
+            return
+        gradient = unpacked(saved, flat.device, None, None)
+        if gradient.shape != flat.shape or gradient.dtype != flat.dtype:  # as torch does where sizes differ
+            flat.grad = torch.empty_like(flat)
+            flat.grad.data = gradient
+        else:
+            flat.grad = gradient
+        if handle._use_orig_params:
+            whole = handle.uses_sharded_strategy and gradient.shape == flat._unpadded_unsharded_size
+            if whole:
+                handle._use_unsharded_grad_views()
+            else:
+                handle._use_sharded_grad_views()
+
+    def misfit(self, saved: Saved) -> str | None:
+        flat = self._handle.flat_param
+        return _misfit(saved, [tuple(flat._unpadded_unsharded_size), tuple(flat._sharded_size)])
+
+
+Places = dict[str, GradientPlace]
+
+
+def of_parameters(module: nn.Module) -> Places:
+    """The places of a module's parameters, by their names without those of wrappers."""
+    return {plain_name(name): OfParameter(parameter) for name, parameter in module.named_parameters()}
+
+
+def held_by_fsdp2(module: nn.Module) -> Places:
+    """What the units of a sharded module can hold back. UnsupportedError for a torch that keeps it elsewhere."""
+    names = {id(parameter): plain_name(name) for name, parameter in module.named_parameters()}
+    places: Places = {}
+    try:
+        for number, group in enumerate(_groups(module)):
+            for unit in group.fsdp_params:
+                places[f"{names[id(unit.sharded_param)]} (held back)"] = HeldByFSDP2(unit)
+            places[f"unit {number} (partly reduced)"] = PartlyReduced(group)
+        for place in places.values():
+            place.take()
+    except (AttributeError, KeyError) as error:
+        raise UnsupportedError(
+            f"torch {torch.__version__} keeps the gradients that FSDP2 holds back in a place that is not known here ({error})"
+        ) from error
+    return places
+
+
+def of_flat_parameters(module: nn.Module) -> Places:
+    """The places of a module with FSDP1's units: their flat parameters, and what they leave out. UnsupportedError as above."""
+    flat: Places = {}
+    try:
+        for name, part in module.named_modules():
+            handle = getattr(part, "_handle", None)
+            if handle is not None:
+                flat[f"{plain_name(name)} (flat)"] = place = OfFlatParameter(handle)
+                place.misfit(torch.empty(0))
+    except AttributeError as error:
+        raise UnsupportedError(
+            f"torch {torch.__version__} keeps the gradients of FSDP1 in a place that is not known here ({error})"
+        ) from error
+    inside = {id(parameter) for place in flat.values() for parameter in place.parameters}
+    apart = {
+        name: place for name, place in of_parameters(module).items() if id(place.parameters[0]) not in inside
+    }
+    return {**flat, **apart}
+
+
+@torch.no_grad()  # so that a DTensor shows its own memory
+def packed(gradient: Any, placements: Sequence[Any] | None) -> Saved:
+    """What this rank holds of it, and how a mesh holds it where that is not by `placements`."""
+    gradient = gradient.detach()
+    if not is_dtensor(gradient):
+        return gradient
+    if placements is not None and tuple(gradient.placements) != tuple(placements):
+        texts = [_text(one) for one in gradient.placements]
+        if None not in texts:
+            return {"part": _local(gradient), "placements": texts}
+        gradient = gradient.redistribute(placements=placements)  # the same sum, in another order
+    return _local(gradient)
+
+
+@torch.no_grad()
+def unpacked(saved: Saved, device: torch.device, dtype: torch.dtype | None, like: Any) -> Tensor:
+    """A gradient of its own again; `like`: a DTensor of the same shape and mesh where it is one."""
+    part = saved["part"] if isinstance(saved, Mapping) else saved
+    local: Tensor = part.to(device, dtype or part.dtype, copy=True)
+    if like is None:
+        return local
+    placements = (
+        [_placement(text) for text in saved["placements"]] if isinstance(saved, Mapping) else like.placements
+    )
+    made: Tensor = importlib.import_module("torch.distributed.tensor").DTensor.from_local(
+        local, like.device_mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    return made
+
+
+class _Like:
+    """A DTensor that is not there now, as torch describes it."""
+
+    def __init__(self, spec: Any) -> None:
+        self.device_mesh, self.placements = spec.mesh, spec.placements
+        self.shape, self._stride = spec.tensor_meta.shape, spec.tensor_meta.stride
+
+    def stride(self) -> tuple[int, ...]:
+        return tuple(self._stride)
+
+
+def _groups(module: nn.Module) -> Iterator[Any]:
+    """The groups of parameters that torch gathers together, each once."""
+    seen: set[int] = set()
+    fsdp = importlib.import_module("torch.distributed.fsdp")
+    for part in module.modules():
+        if isinstance(part, fsdp.FSDPModule):
+            state: Any = part._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)
+            for group in [state._fsdp_param_group] if groups is None else groups:
+                if group is not None and id(group) not in seen:
+                    seen.add(id(group))
+                    yield group
+
+
+def _overwrites(present: Tensor | None, gradient: Tensor) -> bool:
+    return present is not None and present.layout == gradient.layout == torch.strided
+
+
+def _misfit(saved: Saved, shapes: Sequence[tuple[int, ...]]) -> str | None:
+    if isinstance(saved, Mapping):  # its part has a shape of its own
+        return None
+    return None if tuple(saved.shape) in shapes else f"one of shape {' or '.join(map(str, shapes))}"
+
+
+def _placements(parameter: Any) -> Sequence[Any] | None:
+    return parameter.placements if is_dtensor(parameter) else None
+
+
+def _local(gradient: Any) -> Tensor:
+    local = gradient.to_local()
+    made: Tensor = local.wait() if hasattr(local, "wait") else local  # a result that is still on its way
+    return made
+
+
+def _text(placement: Any) -> str | None:
+    """`S1`, `R`, `Psum`; None for a placement that is more than that."""
+    kinds = importlib.import_module("torch.distributed.tensor")
+    if type(placement) is kinds.Shard:
+        return f"S{placement.dim}"
+    if type(placement) is kinds.Replicate:
+        return "R"
+    return f"P{placement.reduce_op}" if type(placement) is kinds.Partial else None
+
+
+def _placement(text: str) -> Any:
+    kinds = importlib.import_module("torch.distributed.tensor")
+    found = _TEXT.fullmatch(text)
+    if found is None:
+        raise ValueError(f"a saved gradient lies over the mesh in a way that is not known: {text!r}")
+    what = found["what"]
+    return {"S": lambda: kinds.Shard(int(what)), "R": kinds.Replicate, "P": lambda: kinds.Partial(what)}[
+        found["kind"]
+    ]()
