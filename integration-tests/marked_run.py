@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from acc_plugins.options.fsdp import FullyShardedDataParallelPlugin
 from acc_plugins.options.project import ProjectConfiguration
+from acc_plugins.strategies.clip import local_part
 from acc_trainer.accelerator import Accelerator
 
 
@@ -18,16 +20,27 @@ class MarkedRun:
     """Two models, two optimizers, a schedule, a registered object and the random generators, all set to one mark.
 
     With `named` every save goes over the folder `FOLDER/latest`; else names are automatic, and one checkpoint stays.
-    `generators` is False where ranks are threads, which share them.
+    `generators` is False where ranks are threads, which share them. `sharded`: FSDP2 spreads models and optimizers over the ranks, and each
+    writes its shards.
     """
 
     def __init__(
-        self, folder: Path, *, named: bool, width: int = 8, background: bool = False, generators: bool = True
+        self,
+        folder: Path,
+        *,
+        named: bool,
+        width: int = 8,
+        background: bool = False,
+        generators: bool = True,
+        sharded: bool = False,
     ) -> None:
         self.named, self.background, self.generators = named, background, generators
         self.target = str(folder / "latest") if named else None
         self.accelerator = Accelerator(
             cpu=True,
+            fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+            if sharded
+            else None,
             project_config=ProjectConfiguration(
                 project_dir=str(folder), automatic_checkpoint_naming=not named, total_limit=1
             ),
@@ -101,7 +114,9 @@ class MarkedRun:
         models = [model.state_dict().values() for model in self.models]
         states = [state for optimizer in self.optimizers for state in optimizer.optimizer.state.values()]
         inside = [x for state in states for x in state.values() if isinstance(x, torch.Tensor)]
-        return [*(tensor for values in models for tensor in values), *inside]
+        every = [*(tensor for values in models for tensor in values), *inside]
+        own = [local_part(tensor.detach()) for tensor in every]
+        return [tensor for tensor in own if tensor.numel()]
 
     def _seed(self, value: int) -> int:
         return 1000 * value + self.accelerator.process_index

@@ -43,7 +43,12 @@ def test_a_process_alone_shards_over_itself_and_leaves_no_group() -> None:
     assert PartialState().distributed_type is DistributedType.NO
     model = nn.Linear(3, 2)
     expected = model.weight.detach().clone()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    model, optimizer = accelerator._prepare_fsdp2(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    assert accelerator.prepare(model, optimizer) == (model, optimizer)
+    named = accelerator._get_named_parameters(optimizer, model)
+    assert named == dict(model.named_parameters())
+    places = accelerator._get_named_parameters(model, drop_refs=True)
+    assert places == {name: p.to_local().data_ptr() for name, p in named.items()}
     assert model.weight.full_tensor().equal(expected)
     accelerator.backward(model(torch.ones(1, 3)).sum())
     assert accelerator.clip_grad_norm_(model.parameters(), 100.0).item() == pytest.approx(8**0.5)
@@ -52,6 +57,31 @@ def test_a_process_alone_shards_over_itself_and_leaves_no_group() -> None:
     accelerator.end_training()
     assert not dist.is_initialized()
     assert Accelerator().distributed_type is DistributedType.NO
+
+
+def test_a_run_without_shards_or_split_sequences_says_so_to_who_counts_on_them() -> None:
+    accelerator, model = Accelerator(cpu=True), nn.Linear(2, 2)
+    with pytest.raises(RuntimeError, match=r"prepared by Strategy here, not by FSDP2.*fsdp_version=2"):
+        accelerator._prepare_fsdp2(model)
+    assert accelerator._prepare_cp(model, "else") == (model, "else")
+    assert accelerator._get_named_parameters(model) == dict(model.named_parameters())
+
+
+@needs_fsdp2
+def test_a_run_that_could_not_begin_leaves_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        assert dist.is_initialized()
+        raise ValueError("no mesh today")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("acc_trainer.state.mesh_of", fails)
+        with pytest.raises(ValueError, match="no mesh today"):
+            Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    assert not dist.is_initialized()
+    assert not is_initialized()
+    assert PartialState().world.comm.__class__.__name__ == "SoloComm"
+    Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)).end_training()
+    assert not dist.is_initialized()
 
 
 @needs_fsdp2

@@ -152,3 +152,29 @@ def test_models_are_let_go_after_an_error():
         with HoldBack(sync, held, ["a"]):
             raise KeyError("x")
     assert held.open == []
+
+
+class _Place:
+    def __init__(self):
+        self.calls = []
+
+    def give(self, saved):
+        self.calls.append(saved)
+
+    def scale(self, factor):
+        self.calls.append(factor)
+
+
+def test_what_a_strategy_holds_back_is_dropped_and_scaled_with_the_gradients_that_show():
+    place, grad_sync = _Place(), GradSync(4, average_short_window=True)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+    grad_sync.optimizers.add(optimizer)
+    grad_sync.holder = lambda: SimpleNamespace(held_gradients=lambda: [place])
+    grad_sync.advance()
+    grad_sync.abandon()
+    assert place.calls == []
+    grad_sync.advance()
+    assert place.calls == [None]
+    grad_sync.enter(handed(True))
+    grad_sync.advance()
+    assert place.calls == [None, 2.0]

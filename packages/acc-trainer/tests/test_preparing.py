@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from acc_ops.testing import run_threads
+from acc_plugins.pipeline.piped import Piped, mark_piped
 from acc_trainer import AcceleratedOptimizer, AcceleratedScheduler, Accelerator
 
 
@@ -178,3 +179,28 @@ def test_a_model_prepared_for_evaluation_can_be_prepared_for_training_after_all(
         return [p.grad.item() for p in model.parameters()]
 
     assert run_threads(2, rank) == [[1.5], [1.5]]
+
+
+def test_what_belongs_to_a_pipeline_is_refused_since_a_checkpoint_would_hold_one_part_of_it():
+    class Pipe(Piped):
+        """As far as prepare looks at one."""
+
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = AcceleratedOptimizer(optimizer)
+    accelerator = Accelerator()
+    mark_piped(list(model[2].parameters()))  # one rank's stage
+    for thing, said in (
+        (Pipe(), "cannot take a Pipe"),
+        (model, "the Sequential of a pipeline's weights"),
+        (optimizer, "the SGD of a pipeline's weights"),
+        (wrapped, "the AcceleratedOptimizer of a pipeline's weights"),
+    ):
+        with pytest.raises(
+            TypeError, match=rf"{said}.*register_for_checkpointing\(pipe.with_optimizer\(optimizer\)\)"
+        ):
+            accelerator.prepare(thing)
+    assert shelves(accelerator) == [[], [], [], []]
+    other = net()  # weights that are equal are still others
+    other.load_state_dict(model.state_dict())
+    accelerator.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1))

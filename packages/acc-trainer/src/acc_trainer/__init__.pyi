@@ -25,6 +25,7 @@ from .checkpoint import load_state as load_state
 from .checkpoint import newest_whole as newest_whole
 from .checkpoint import save_accelerator_state as save_accelerator_state
 from .checkpoint import save_state as save_state
+from .cli.config import write_basic_config as write_basic_config
 from .data.adapter import DataLoaderAdapter as DataLoaderAdapter
 from .data.adapter import DataLoaderStateMixin as DataLoaderStateMixin
 from .data.dispatch import DataLoaderDispatcher as DataLoaderDispatcher
@@ -42,8 +43,12 @@ from .data.shard import IterableDatasetShard as IterableDatasetShard
 from .grad_sync import GradSync as GradSync
 from .gradient_state import GradientState as GradientState
 from .launch.namespaces import env_var_path_add as env_var_path_add
+from .launch.namespaces import (
+    prepare_extend_env_parallelism_config as prepare_extend_env_parallelism_config,
+)
 from .launch.namespaces import prepare_multi_gpu_env as prepare_multi_gpu_env
 from .launch.namespaces import prepare_simple_launcher_cmd_env as prepare_simple_launcher_cmd_env
+from .launch.namespaces import setup_fp8_env as setup_fp8_env
 from .launch.notebook import debug_launcher as debug_launcher
 from .launch.notebook import notebook_launcher as notebook_launcher
 from .launch.notebook import test_launch as test_launch

@@ -106,6 +106,7 @@ class Accelerator(Views):
             save_on_each_node=self.project_configuration.save_on_each_node,
             plugins=plugins,
         )
+        self.grad_sync.holder = weakref.ref(self.strategy)
         self.gradient_state = gradient_state.GradientState.of(self.grad_sync)
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
@@ -247,7 +248,9 @@ class Accelerator(Views):
         self, joinables: list[Any], even_batches: bool | None = None
     ) -> AbstractContextManager[Any]:
         """Around a loop in which the processes have unequal numbers of batches."""
-        return uneven.join_uneven_inputs(joinables, even_batches, self._dataloaders, self.world)
+        return uneven.join_uneven_inputs(
+            joinables, even_batches, self._dataloaders, self.world, self.strategy.waits_for_all
+        )
 
     def maybe_context_parallel(
         self,

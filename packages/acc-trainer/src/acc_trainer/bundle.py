@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
+from acc_plugins.pipeline.piped import Piped, any_piped
+
 KINDS = ("model", "optimizer", "scheduler", "dataloader")
 
 
@@ -35,8 +37,9 @@ def sort_given(
 ) -> Given:
     """Sort what `prepare` was given.
 
-    Raises `ValueError` when `device_placement` has another length, or asks for a placement of something that has none.
+    Raises `TypeError` for a pipeline, its model and its optimizers. Raises `ValueError` when `device_placement` has another length, or asks for a placement of something that has none.
     """
+    _refuse_pipelines(objects)
     if device_placement is None:
         wanted: Sequence[bool | None] = [None] * len(objects)
     elif isinstance(device_placement, (str, bytes)) or not isinstance(device_placement, Sequence):
@@ -55,6 +58,28 @@ def sort_given(
         placed=[default if one is None else bool(one) for one in wanted],
         results=list(objects),
     )
+
+
+_PIPELINES = (
+    "a pipeline is trained by itself: give pipe.parameters() to an optimizer, call pipe.step(...) and optimizer.step(), and let checkpoints hold both by "
+    "accelerator.register_for_checkpointing(pipe.with_optimizer(optimizer))"
+)
+
+
+def _refuse_pipelines(objects: Sequence[Any]) -> None:
+    """Each rank has other weights of a pipeline, of which a checkpoint would keep the part of one rank, and call it the whole."""
+    for thing in objects:
+        if isinstance(thing, Piped):
+            raise TypeError(f"prepare cannot take a {type(thing).__name__}: {_PIPELINES}")
+        what: Iterable[Any] | None = None
+        if isinstance(thing, Optimizer):
+            what = [p for group in thing.param_groups for p in group["params"]]
+        elif isinstance(thing, nn.Module):
+            what = thing.parameters()
+        if what is not None and any_piped(what):
+            raise TypeError(
+                f"prepare cannot take the {type(thing).__name__} of a pipeline's weights: {_PIPELINES}"
+            )
 
 
 def kind_of(thing: Any) -> str | None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from acc_ops.callers import warn_caller
 from acc_plugins.precisions.scaler import StepScaler
 from acc_plugins.strategies.clip import unique_parameters
 
@@ -31,10 +31,9 @@ def with_true_gradients(
     true = {id(p) for one in scaler.unscaled for group in one.param_groups for p in group["params"]}
     scaled = [p for p in listed if p.grad is not None and id(p) not in true]
     if scaled:
-        warnings.warn(
+        warn_caller(
             f"{len(scaled)} of the {len(listed)} parameters to clip belong to no prepared optimizer, so with mixed_precision='fp16' their "
             "gradients are still multiplied by the scale of the loss, and are clipped far too much: give prepare() their optimizer, or call "
-            "accelerator.unscale_gradients(optimizer) before clipping",
-            stacklevel=3,
+            "accelerator.unscale_gradients(optimizer) before clipping"
         )
     return listed

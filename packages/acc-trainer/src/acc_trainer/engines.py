@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 import acc_plugins  # lazy: option classes are loaded where they are asked for
+from acc_ops.callers import warn_caller
 from acc_ops.comm import SoloComm, TorchComm
 from acc_ops.devices import device_row
 from acc_ops.environment import parse_flag_from_env, patch_environment
@@ -63,10 +63,9 @@ def given_engines(
                 f"torch_tp_plugin (tp_size={torch_tp_plugin.tp_size}) and parallelism_config both say how layers are split: leave out "
                 "torch_tp_plugin"
             )
-        warnings.warn(
+        warn_caller(
             f"torch_tp_plugin is deprecated: write parallelism_config=ParallelismConfig(tp_size={torch_tp_plugin.tp_size})",
             FutureWarning,
-            stacklevel=5,
         )
         parallelism_config = acc_plugins.ParallelismConfig(tp_size=torch_tp_plugin.tp_size)
         parallelism_config._mesh = torch_tp_plugin.torch_device_mesh

@@ -14,13 +14,14 @@ their true number, by which it divides its own: the mean, wherever clipping look
 from __future__ import annotations
 
 import contextlib
-import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
 from torch.optim import Optimizer
+
+from acc_ops.callers import warn_caller
 
 
 class Handed(Protocol):
@@ -28,6 +29,20 @@ class Handed(Protocol):
 
     is_last: bool
     ends_window: bool  # the last batch of this rank or, where ranks have unequal numbers, of another one
+
+
+class Held(Protocol):
+    """A place of gradients that are held back (see `acc_plugins.strategies.gradients`)."""
+
+    def give(self, saved: None) -> None: ...
+
+    def scale(self, factor: float) -> None: ...
+
+
+class Holder(Protocol):
+    """A strategy that may hold gradients back where no parameter shows them."""
+
+    def held_gradients(self) -> Iterable[Held]: ...
 
 
 class GradSync:
@@ -43,6 +58,7 @@ class GradSync:
         "adjust_scheduler",
         "average_short_window",
         "broken",
+        "holder",
         "index",
         "inside",
         "loaders",
@@ -90,6 +106,9 @@ class GradSync:
         self.loaders: list[Handed] = []
         # emptied when a broken window is dropped
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.holder: Callable[[], Holder | None] | None = (
+            None  # a weak reference: this object may outlive the run
+        )
 
     def advance(self) -> None:
         """One micro-batch begins."""
@@ -161,9 +180,15 @@ class GradSync:
         self.broken = self.pending = self.inside = False
         self.optimizers.clear()
 
+    def _held(self) -> Iterable[Held]:
+        holder = None if self.holder is None else self.holder()
+        return () if holder is None else holder.held_gradients()
+
     def _drop_broken_window(self) -> None:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
+        for place in self._held():
+            place.give(None)
         self.broken = False
 
     def _shorten_window(self, size: int) -> None:
@@ -172,16 +197,17 @@ class GradSync:
         if size == 1:
             return
         if not self.optimizers:
-            warnings.warn(
+            warn_caller(
                 f"average_short_window has no prepared optimizer whose gradients it could scale, so the last window, of {size} micro-batches, is "
-                "no mean: give prepare() the optimizer",
-                stacklevel=4,
+                "no mean: give prepare() the optimizer"
             )
         groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
         parameters = {id(p): p for group in groups for p in group["params"]}
         for parameter in parameters.values():
             if parameter.grad is not None:
                 parameter.grad.mul_(self.num_steps / size)
+        for place in self._held():
+            place.scale(self.num_steps / size)
 
     def state_dict(self) -> dict[str, Any]:
         """The position inside the window, for a checkpoint."""

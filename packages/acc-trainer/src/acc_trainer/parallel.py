@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 import acc_plugins.parallel  # lazy
 from acc_ops.logging import get_logger
@@ -66,6 +69,24 @@ def ulysses_loader(accelerator: Accelerator, loader: Any, model: Any) -> Any:
             "accelerator.prepare(model, ...) first"
         )
     return acc_plugins.parallel.split_loader(loader, accelerator.torch_device_mesh, reach)
+
+
+def open_attention(accelerator: Views, objects: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The attention of the models among `objects` sees whole sequences, of which this process has a part; the same objects.
+
+    Nothing happens while no axis splits sequences; a model that is prepared is open already. Raises `ValueError`, on every rank, for a model that
+    mixes places in another way.
+    """
+    config = accelerator.parallelism_config
+    if config is not None and (config.cp_enabled or config.sp_enabled):
+        axes = replace(config, tp_size=1, tp_handler=None)  # its layers are split when it is prepared
+        for model in objects:
+            if isinstance(model, nn.Module):
+                inner = accelerator.strategy.unwrap(model)
+                acc_plugins.parallel.split_model(
+                    inner, axes, accelerator.torch_device_mesh, accelerator.world
+                )
+    return objects
 
 
 def _reach(accelerator: Accelerator, model: Any) -> Any:

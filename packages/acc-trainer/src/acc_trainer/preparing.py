@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from acc_ops.enums import DynamoBackend
 from acc_ops.environment import parse_flag_from_env
 from acc_ops.regions import compile_regions, compile_regions_fsdp2, has_compiled_regions, is_compiled_module
 from acc_ops.unwrap import extract_model_from_parallel
+from acc_plugins.strategies.clip import local_part
 from acc_plugins.strategies.placing import place
 from acc_plugins.strategies.strategy import Bundle
 from acc_trainer.bundle import Given, held_in, sort_given
@@ -28,6 +29,7 @@ from acc_trainer.scheduler import AcceleratedScheduler, belongs_to
 
 if TYPE_CHECKING:
     from acc_trainer.accelerator import Accelerator
+    from acc_trainer.views import Views
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +74,25 @@ def prepare(
     for scheduler in accelerator._schedulers:
         _follow_optimizers(accelerator, scheduler)
     return given.results
+
+
+def prepare_sharded(accelerator: Views, objects: Sequence[Any]) -> tuple[Any, ...]:
+    """`prepare` for those who count on FSDP2."""
+    if not accelerator.is_fsdp2:
+        raise RuntimeError(
+            f"models are prepared by {type(accelerator.strategy).__name__} here, not by FSDP2: build the Accelerator with "
+            "fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)"
+        )
+    return tuple(prepare(cast("Accelerator", accelerator), objects))
+
+
+def named_parameters(objects: Sequence[Any], drop_refs: bool) -> dict[str, Any]:
+    """The parameters of the models among `objects`, by name; with `drop_refs` the address of the data that this rank has of each."""
+    found: dict[str, Any] = {}
+    for model in objects:
+        if isinstance(model, nn.Module):
+            found.update(model.named_parameters())
+    return {name: local_part(p).data_ptr() for name, p in found.items()} if drop_refs else found
 
 
 def _prepare_new(

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 import acc_bigmodel
+from acc_trainer.checkpoint.manifest import check_no_checkpoint
 from acc_trainer.checkpoint.together import together
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ def save_model(
     if not os.fspath(folder):
         raise ValueError("save_model needs a folder to write into, got an empty name; '.' is this folder")
     with together(accelerator.world, f"saving a model into {os.fspath(folder)}"):
+        check_no_checkpoint(folder, "save_model")
         state = full_state(accelerator, model)
         if accelerator.strategy.writes:
             acc_bigmodel.save_weights(state, folder, "model", max_shard_size, safe_serialization)

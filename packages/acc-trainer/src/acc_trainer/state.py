@@ -211,7 +211,7 @@ class AcceleratorState(Processes):
         try:
             self._take(engines, partial)
         except BaseException:  # the next one must be free to choose something that works
-            self.__dict__.clear()
+            self._reset_state()
             raise
 
     def _take(self, engines: Engines, partial: PartialState) -> None:

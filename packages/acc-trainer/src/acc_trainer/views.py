@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import acc_plugins  # lazy
+from acc_ops.arguments import at_least_0
 from acc_trainer.grad_sync import GradSync
 from acc_trainer.processes import Processes
-from acc_trainer.rooms import lomo, parallel
+from acc_trainer.rooms import lomo, parallel, preparing
 
 if TYPE_CHECKING:
     import torch
@@ -129,7 +130,7 @@ class Views(Processes):
 
     @step.setter
     def step(self, value: int) -> None:
-        self.grad_sync.steps = int(value)
+        self.grad_sync.steps = at_least_0(value, "step")
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -323,3 +324,16 @@ class Views(Processes):
         raise NotImplementedError(
             "an Accelerator does not tell the rank on the context axis: use torch_device_mesh['cp'].get_local_rank()"
         )
+
+    # private names that other projects call
+    def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:
+        """What `prepare` does with these objects, where it shards models by FSDP2; a tuple also for one. RuntimeError where it does not."""
+        return preparing.prepare_sharded(self, args)
+
+    def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
+        """The same objects, the attention of the models among them opened over the axes that split sequences, in place."""
+        return parallel.open_attention(self, args)
+
+    def _get_named_parameters(self, *args: Any, drop_refs: bool = False) -> dict[str, Any]:
+        """The parameters of the models among `args` by name, or with `drop_refs` where their data lie: `data_ptr()` as a number."""
+        return preparing.named_parameters(args, drop_refs)

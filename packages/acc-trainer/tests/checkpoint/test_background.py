@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -243,11 +244,12 @@ def test_free_memory_finishes_the_save_and_lets_the_buffers_go(tmp_path):
     accelerator.wait_for_save()  # nothing to wait for
     model = accelerator.prepare(torch.nn.Linear(64, 64))
     folder = accelerator.save_state(str(tmp_path / "c"), blocking=False)
-    assert accelerator._background.staging.nbytes() > 64 * 64 * 4
+    kept = accelerator._background.staging._kept
+    assert sum(one.buffer.nbytes for one in kept.values()) > 64 * 64 * 4
     del model
     accelerator.free_memory()
     assert is_whole(folder)
-    assert accelerator._background.staging.nbytes() == 0
+    assert not accelerator._background.staging._kept
     accelerator.end_training()
 
 
@@ -290,3 +292,88 @@ def test_a_promise_that_could_not_be_kept_is_said_when_the_process_ends(tmp_path
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert "ZeroDivisionError: division by zero; nobody asked for it" in done.stderr
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timer that sends signals")
+def test_after_an_interrupted_wait_the_save_goes_on_and_nobody_writes_into_its_buffers(runs, tmp_path, gate):
+    run = runs.build()
+    first = save_state(run, tmp_path / "a", blocking=False)
+    want = runs.picture(run)
+    assert gate.reached.wait(60)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(KeyboardInterrupt):
+            finish_save(run)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    runs.advance(run)
+    threading.Timer(0.2, gate.open).start()
+    save_state(run, tmp_path / "b", blocking=False)
+    assert is_whole(first), "the next save has waited for it"
+    finish_save(run)
+    load_state(run, first)
+    assert runs.picture(run) == want
+
+
+INTERRUPTED = """
+import signal, sys, time
+import torch
+from acc_plugins.states.part import TorchFilePart
+from acc_trainer.accelerator import Accelerator
+
+write = TorchFilePart.write
+
+def slowly(part, folder, group=None):
+    time.sleep(0.3)
+    return write(part, folder, group)
+
+TorchFilePart.write = slowly
+accelerator = Accelerator(cpu=True)
+model = accelerator.prepare(torch.nn.Linear(2, 2))
+accelerator.save_state(sys.argv[1], blocking=False)
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+signal.setitimer(signal.ITIMER_REAL, 0.05)
+accelerator.wait_for_save()
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timer that sends signals")
+def test_a_script_that_an_interrupt_ends_keeps_the_save_it_was_promised(tmp_path):
+    ended = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, str(tmp_path / "c")], capture_output=True, text=True, check=False
+    )
+    assert "KeyboardInterrupt" in ended.stderr
+    check_whole(tmp_path / "c", checksums=True)
+
+
+def test_a_forked_child_does_not_wait_for_a_thread_that_only_its_parent_has(runs, tmp_path, gate):
+    run = runs.build()
+    save_state(run, tmp_path / "c", blocking=False)
+    assert gate.reached.wait(60)
+    job = run._background._job
+    job._process += 1  # as a child sees it
+    finish_save(run)
+    job._process -= 1
+    gate.open()
+    job.wait()
+
+
+def test_a_save_from_within_another_ones_copying_is_refused(runs, tmp_path):
+    run = runs.build()
+    save_state(run, tmp_path / "c", blocking=False)
+    finish_save(run)
+    said = []
+
+    def parts():
+        with pytest.raises(CheckpointError, match="set a flag") as error:
+            run._background.copies([])
+        said.append(error)
+        return iter(())
+
+    class Parts:
+        def __iter__(self):
+            return parts()
+
+    assert run._background.copies(Parts()) == []
+    assert said

@@ -220,3 +220,35 @@ def test_the_permissions_of_the_folder_are_kept(tmp_path):
     target.mkdir(mode=0o700)
     _save(target, "one")
     assert target.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_file_that_took_the_place_of_the_target_meanwhile_stays(tmp_path, way):
+    target = tmp_path / "run"
+    _save(target, "one")
+    staging, manifest = _stage(target, "two")
+    shutil.rmtree(target)
+    target.write_text("mine")
+    with pytest.raises(CheckpointError, match="became a file while the checkpoint was written"):
+        commit.finish(staging, target, manifest)
+    assert target.read_text() == "mine"
+    assert (staging / "model.bin").read_text() == "two"
+
+
+def test_a_link_that_leads_to_itself_is_no_target(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(CheckpointError, match="a link that leads to itself"):
+        commit.check_target(tmp_path / "loop")
+
+
+def test_a_weights_file_that_somebody_put_into_a_checkpoint_is_not_in_the_next_one(tmp_path, way):
+    target = tmp_path / "run"
+    _save(target, "one")
+    (target / "pytorch_model.bin").write_text("a stranger's")
+    (target / "notes.txt").write_text("mine")
+    assert not is_whole(target)
+    with pytest.warns(
+        UserWarning, match=r"pytorch_model\.bin was not written by save_state .*: it is not kept"
+    ):
+        _save(target, "two")
+    assert is_whole(target)
+    assert sorted(os.listdir(target)) == ["manifest.json", "model.bin", "notes.txt"]

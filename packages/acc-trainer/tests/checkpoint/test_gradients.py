@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from acc_ops.testing import run_threads
+from acc_plugins import UnsupportedError
 from acc_plugins.options.accumulation import GradientAccumulationPlugin
+from acc_plugins.strategies.strategy import Strategy
 from acc_trainer import Accelerator
 from acc_trainer.checkpoint import CheckpointError
 
@@ -163,3 +165,39 @@ def test_a_window_that_was_broken_off_can_still_be_stepped_after_a_resume(tmp_pa
         return finish(resumed) == straight
 
     assert all(run_threads(ranks, work) if ranks > 1 else [work()])
+
+
+def _saved_in_a_window(folder):
+    prepared = _prepared()
+    _train(prepared, 0, 2)
+    prepared[0].save_state(folder)
+
+
+def test_gradients_that_are_out_of_reach_are_told_when_they_are_lost(tmp_path, monkeypatch):
+    def hidden(self, model):
+        raise UnsupportedError("this torch hides them")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Strategy, "gradient_places", hidden)
+        with pytest.warns(
+            UserWarning, match=r"gradients of model are out of reach \(this torch hides them\)"
+        ):
+            _saved_in_a_window(str(tmp_path / "c"))
+    resumed = _prepared()
+    resumed[1][0].weight.grad = torch.ones(4, 3)
+    with pytest.warns(
+        UserWarning, match="accumulation window in which it was saved .* out of reach: this torch"
+    ):
+        resumed[0].load_state(str(tmp_path / "c"))
+    assert resumed[0].grad_sync.index == 0
+    assert resumed[1][0].weight.grad is None
+    assert len(_train(resumed, 2, 9)) == 5
+
+
+def test_another_layout_of_gradients_loses_the_window_and_says_so(tmp_path, monkeypatch):
+    _saved_in_a_window(str(tmp_path / "c"))
+    monkeypatch.setattr(Strategy, "gradient_layout", lambda self, model: "in shards")
+    resumed = _prepared()
+    with pytest.warns(UserWarning, match="saved with whole gradients for model, now it is in shards"):
+        resumed[0].load_state(str(tmp_path / "c"))
+    assert (resumed[0].grad_sync.index, resumed[0].grad_sync.sync) == (0, True)

@@ -11,6 +11,11 @@ from hypothesis import strategies as st
 from acc_trainer.checkpoint import layout
 
 
+def _weights(name: str) -> list[str]:
+    ends = ("safetensors", "bin", "safetensors.index.json", "bin.index.json")
+    return [f"{name if 'safetensors' in end else f'pytorch_{name}'}.{end}" for end in ends]
+
+
 def test_the_first_of_a_kind_has_no_number():
     assert [layout.numbered("model", index) for index in range(3)] == ["model", "model_1", "model_2"]
     assert layout.scheduler_file(0) == "scheduler.bin"
@@ -40,7 +45,7 @@ def test_names_and_numbers_are_one_to_one(name):
 
 
 def test_every_file_of_a_checkpoint_is_known_as_one_and_others_are_not():
-    named = [*layout.weight_files("model"), *layout.weight_files("model_1"), layout.SCALER]
+    named = [*_weights("model"), *_weights("model_1"), layout.SCALER]
     named += [layout.scheduler_file(1), layout.loader_file(2), layout.custom_file(0), layout.random_file(3)]
     named += [layout.progress_file(0), layout.gradients_file(11), "optimizer.bin", "optimizer_1.bin"]
     named += ["pytorch_model_fsdp.bin", "pytorch_model_fsdp_1.bin", "pytorch_model_fsdp_rank3.bin"]

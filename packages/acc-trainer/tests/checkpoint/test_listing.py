@@ -9,7 +9,15 @@ import time
 import pytest
 
 from acc_ops.testing import run_threads
-from acc_trainer.checkpoint import CheckpointError, load_state, look, newest_whole, save_state
+from acc_plugins import CheckpointPolicy
+from acc_trainer.checkpoint import (
+    CheckpointError,
+    load_state,
+    look,
+    look_in_project,
+    newest_whole,
+    save_state,
+)
 from acc_trainer.checkpoint import manifest as manifest_module
 from acc_trainer.checkpoint.manifest import Manifest, files_of
 
@@ -36,6 +44,19 @@ def test_everything_of_a_saved_run_is_told(runs, tmp_path):
     assert (found.best(), found.best("max")) == (found[2], found[0])
     with pytest.raises(ValueError, match="'min' or 'max', got 'least'"):
         found.best("least")
+
+
+def test_the_best_of_a_project_is_what_its_policy_means(runs, tmp_path):
+    run = runs.build(tmp_path, keep=CheckpointPolicy(last=1, best=1, mode="max"))
+    for metric in (0.5, 0.9, 0.7):
+        runs.advance(run)
+        save_state(run, metric=metric)
+    found = look_in_project(run.project_configuration, None)
+    assert [one.metric for one in found] == [0.9, 0.7]
+    assert found.best().metric == found.check().best().metric == 0.9
+    assert found.best("min").metric == 0.7
+    assert look_in_project(run.project_configuration, tmp_path / "checkpoints").best().metric == 0.9
+    assert look(tmp_path / "checkpoints").best().metric == 0.7  # who looks by hand says what is good
 
 
 def test_newest_means_step_then_number_then_time_and_numbered_ones_go_first(tmp_path):
@@ -66,9 +87,9 @@ def test_what_is_not_whole_is_listed_with_the_reason_and_other_things_are_not_li
     assert len(table) == 5
     assert [line.split()[0] for line in table[1:]] == [one.path.name for one in found]
     rows = {line.split()[0]: line for line in table}
-    assert rows["checkpoint_0"].endswith("1.5 KB  whole, the newest")
+    assert rows["checkpoint_0"].endswith("1.46 KB  whole, the newest")
     assert rows["checkpoint_1"].endswith("not whole: a.bin is missing")
-    assert rows["checkpoint_2"].endswith("2 B  not whole: it has no manifest.json")
+    assert rows["checkpoint_2"].endswith("2 bytes  not whole: it has no manifest.json")
     assert rows[".checkpoint_3.writing"].endswith("not whole: a save is writing it, or was killed")
     assert repr(found) == f"<4 checkpoints in {tmp_path}, 1 whole>"
     assert str(look(tmp_path / "notes")) == f"no checkpoints in {tmp_path / 'notes'}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 
 import pytest
 
@@ -12,6 +13,7 @@ from acc_trainer.checkpoint.listing import newest_whole
 from acc_trainer.checkpoint.manifest import (
     Manifest,
     check_bytes,
+    check_no_checkpoint,
     check_whole,
     files_of,
     is_foreign,
@@ -255,3 +257,28 @@ def test_a_metric_that_is_none_is_refused_and_one_that_says_nothing_is_left_out(
     for nothing in ("nan", float("-inf")):
         with pytest.warns(UserWarning, match="is not among the best"):
             assert metric_of(nothing) is None
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"step": -5}, {"epoch": -1}, {"epoch": 2.0}, {"metric": float("inf")}, {"saved_at": 10**400}]
+)
+def test_a_value_that_a_reader_would_refuse_is_not_written(wrong):
+    with pytest.raises(CheckpointError, match=next(iter(wrong))):
+        Manifest(**wrong).to_text()
+
+
+def test_every_finite_metric_is_read_back(tmp_path):
+    for metric in (sys.float_info.max, -sys.float_info.max, 5e-324):
+        (tmp_path / "manifest.json").write_text(Manifest(metric=metric_of(metric)).to_text())
+        assert check_whole(tmp_path).metric == metric
+    with pytest.raises(TypeError, match="metric must be one number, got int: larger than any float"):
+        metric_of(10**400)
+
+
+def test_weights_for_others_are_not_written_into_a_checkpoint(tmp_path):
+    check_no_checkpoint(tmp_path, "save_model")
+    (tmp_path / "manifest.json").write_text('{"name": "a web application"}')
+    check_no_checkpoint(tmp_path, "save_model")
+    (tmp_path / "manifest.json").write_text(Manifest().to_text())
+    with pytest.raises(CheckpointError, match="save_model would spoil it: name another folder"):
+        check_no_checkpoint(tmp_path, "save_model")

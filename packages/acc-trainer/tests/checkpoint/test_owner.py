@@ -104,3 +104,23 @@ def test_a_folder_that_vanished_does_not_hide_why_the_save_failed(runs, tmp_path
     one = Owner(tmp_path / "c")
     os.unlink(lock_of(tmp_path / "c"))
     one.release()
+
+
+@pytest.mark.skipif(not hasattr(os, "register_at_fork"), reason="no forks")
+def test_a_forked_child_does_not_hold_the_lock_of_its_parent(tmp_path):
+    first = Owner(tmp_path / "c")
+    done, over = os.pipe()
+    begun, begins = os.pipe()
+    child = os.fork()
+    if child == 0:  # it lives longer than the parent's save
+        os.close(over)
+        os.write(begins, b".")
+        os.read(done, 1)
+        os._exit(0 if first._file is None else 1)
+    try:
+        os.read(begun, 1)
+        first._file.close()  # what a kill leaves of the parent: no unlocking
+        Owner(tmp_path / "c").release()
+    finally:
+        os.close(over)
+        assert os.waitpid(child, 0)[1] == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import warnings
 
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from acc_ops.testing import run_threads
 from acc_trainer import Accelerator, GeneralTracker
 from acc_trainer.checkpoint import CheckpointError, load_custom_state, save_custom_state
+from acc_trainer.checkpoint.torch_files import read_random
 from acc_trainer.data.loader import DataLoaderShard
 from acc_trainer.data.samplers import SeedableRandomSampler
 from acc_trainer.data.shard import IterableDatasetShard
@@ -193,3 +195,55 @@ def test_the_sampler_beside_a_stream_that_is_split_has_the_file_of_the_specifica
             accelerator.load_state(str(tmp_path / "c"))
         accelerator.load_state(str(tmp_path / "c"), load_kwargs={"weights_only": False})
     assert sampler.initial_seed == 9
+
+
+def _run():
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=3)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    model, _, _ = accelerator.prepare(model, optimizer, schedule)
+    accelerator.register_for_checkpointing(Kept(1))
+    return accelerator, model
+
+
+def _inside_a_window(accelerator, model):
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+
+
+@pytest.mark.parametrize("content", [[1, 2], {}], ids=["a list", "an empty dict"])
+@pytest.mark.parametrize("name", ["scaler.pt", "scheduler.bin", "progress_0.bin", "gradients_0.bin"])
+def test_a_file_with_another_content_is_named_before_anything_is_loaded(tmp_path, name, content):
+    accelerator, model = _run()
+    _inside_a_window(accelerator, model)
+    accelerator.save_state(str(tmp_path / "c"))
+    accelerator.end_training()
+    torch.save(content, tmp_path / "c" / name)
+    manifest = json.loads((tmp_path / "c" / "manifest.json").read_text())
+    manifest["files"][name]["bytes"] = (tmp_path / "c" / name).stat().st_size
+    (tmp_path / "c" / "manifest.json").write_text(json.dumps(manifest))
+    accelerator, model = _run()
+    before = [p.tolist() for p in model.parameters()]
+    with pytest.raises(CheckpointError, match=rf"{name} cannot be loaded: it (holds a list|has no )"):
+        accelerator.load_state(str(tmp_path / "c"))
+    assert [p.tolist() for p in model.parameters()] == before
+    accelerator.end_training()
+
+
+def test_an_object_that_cannot_take_its_state_is_named_with_the_file_and_what_that_means(tmp_path):
+    accelerator, _ = _run()
+    accelerator.save_state(str(tmp_path / "c"))
+    accelerator._custom_objects[0].load_state_dict = lambda state: state["other"]
+    with pytest.raises(
+        CheckpointError,
+        match=r"Kept could not take its state from .*custom_checkpoint_0\.pkl \(KeyError.*parts of two",
+    ):
+        accelerator.load_state(str(tmp_path / "c"))
+    accelerator.end_training()
+
+
+def test_random_states_that_hold_nothing_are_told(tmp_path):
+    torch.save({}, tmp_path / "random_states_0.pkl")
+    with pytest.warns(UserWarning, match="random generators go on as they are: .* holds none"):
+        assert read_random(tmp_path / "random_states_0.pkl") == {}

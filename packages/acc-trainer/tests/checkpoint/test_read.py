@@ -123,6 +123,25 @@ def test_a_folder_that_is_not_whole_changes_nothing_and_names_the_file(runs, tmp
     assert runs.picture(run) == before
 
 
+@pytest.mark.parametrize(
+    ("gone", "said"),
+    [
+        ("optimizer.bin", r"neither optimizer\.bin nor a folder optimizer_0 with \.metadata"),
+        (
+            "model.safetensors",
+            r"neither model\.safetensors nor .*pytorch_model_fsdp\.bin, nor a folder pytorch_model_fsdp_0",
+        ),
+    ],
+)
+def test_without_a_manifest_the_error_names_every_form_that_could_have_been_there(runs, tmp_path, gone, said):
+    run = runs.build()
+    save_state(run, tmp_path / "c")
+    (tmp_path / "c" / "manifest.json").unlink()
+    (tmp_path / "c" / gone).unlink()
+    with pytest.warns(UserWarning, match="has no manifest"), pytest.raises(CheckpointError, match=said):
+        load_state(run, tmp_path / "c")
+
+
 def test_a_folder_that_is_not_whole_is_an_error_on_every_rank(runs, tmp_path):
     def rank():
         run = runs.build()

@@ -176,6 +176,19 @@ def test_options_without_effect_are_said(runs, tmp_path):
         save_state(runs.build(tmp_path / "p"), "elsewhere")
 
 
+def test_a_keyword_that_nobody_knows_is_refused_on_all_ranks_before_anything_is_written(runs, tmp_path):
+    with pytest.raises(TypeError, match="save_state does not know blockin; known: blocking, metric, wait_s"):
+        save_state(runs.build(), tmp_path / "c", blockin=False)
+
+    def rank():
+        wrong = {"blockin": False} if current_world().rank == 1 else {}
+        with pytest.raises((TypeError, CheckpointError), match="save_state does not know blockin"):
+            save_state(runs.build(), tmp_path / "c", **wrong)
+
+    run_threads(2, rank)
+    assert os.listdir(tmp_path) == []
+
+
 def test_ranks_that_want_different_folders_all_hear_of_it(runs, tmp_path):
     def rank():
         with pytest.raises(CheckpointError, match="disagree on the folder to save into"):

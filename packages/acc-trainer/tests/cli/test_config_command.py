@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 
 from acc_ops.options import from_mapping
-from acc_trainer.cli.config import default_config, main
+from acc_trainer.cli.config import default_command_parser, default_config, main, write_basic_config
 from acc_trainer.launch.config_file import read_config_file
 from acc_trainer.launch.errors import LaunchError
 from acc_trainer.launch.options import LaunchOptions
@@ -57,3 +59,28 @@ def test_a_place_where_no_file_can_be_written_is_one_line(tmp_path, capsys):
         assert (shown.out, shown.err.count("\n")) == ("", 1)
         assert shown.err.startswith("acc config: --config_file")
         assert said in shown.err
+
+
+def test_a_program_writes_one_where_none_is(tmp_path, capsys):
+    path = tmp_path / "deep" / "c.yaml"
+    assert write_basic_config("BF16", str(path)) == path
+    before = path.read_text()
+    assert write_basic_config("no", str(path)) is False
+    assert path.read_text() == before
+    assert "exists already" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="got 'fp9'"):
+        write_basic_config("fp9", str(tmp_path / "other"))
+
+
+def test_default_is_one_command_of_a_larger_program(tmp_path, capsys):
+    program, shared = argparse.ArgumentParser(), argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--shared")
+    default_command_parser(program.add_subparsers(), [shared])
+    path = tmp_path / "c.yaml"
+    args = program.parse_args(
+        ["default", "--config-file", str(path), "--mixed-precision", "fp16", "--shared", "1"]
+    )
+    args.func(args)
+    assert str(path) in capsys.readouterr().out
+    assert read_config_file(str(path))["mixed_precision"] == "fp16"
+    assert args.shared == "1"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from acc_trainer.cli.env import gather_facts, main
+from acc_trainer.cli.env import env_command, env_command_parser, gather_facts, main
 
 
 @pytest.fixture(autouse=True)
@@ -32,3 +32,11 @@ def test_mistakes_are_one_line(capsys):
     assert main(["--nonsense"]) == 2
     assert main(["--config_file", "nowhere.yaml"]) == 2
     assert capsys.readouterr().err.count("\n") == 2
+
+
+def test_a_program_gets_what_is_printed(tmp_path, capsys):
+    path = tmp_path / "c.yaml"
+    path.write_text("mixed_precision: bf16\n")
+    facts = env_command(env_command_parser().parse_args(["--config-file", str(path)]))
+    assert facts["  mixed_precision"] == "bf16"
+    assert len(capsys.readouterr().out.splitlines()) == len(facts)

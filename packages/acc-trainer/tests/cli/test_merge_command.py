@@ -62,3 +62,12 @@ def test_it_is_one_command_of_a_larger_program(checkpoint: Path, tmp_path: Path)
     args = program.parse_args(["merge-weights", str(checkpoint), str(tmp_path / "out")])
     args.func(args)
     assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_a_checkpoint_is_no_place_for_merged_weights(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (checkpoint / "manifest.json").write_text('{"format": 1, "world_size": 1, "files": {}}')
+    assert main(["merge", str(checkpoint), str(checkpoint)]) == 1
+    assert "is a checkpoint of save_state" in capsys.readouterr().err
+    assert not (checkpoint / "model.safetensors").exists()

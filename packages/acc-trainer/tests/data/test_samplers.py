@@ -122,9 +122,9 @@ def test_a_sampler_derived_from_torchs_is_seeded_as_that_is():
 
 
 def test_the_end_is_known_with_the_last_indices():
-    ahead = OneAhead([3, 1, 2])
+    ahead = OneAhead().over([3, 1, 2])
     assert [(item, ahead.ended) for item in ahead] == [(3, False), (1, False), (2, True)]
-    assert (len(ahead), list(OneAhead([]))) == (3, [])
+    assert (len(ahead), list(OneAhead().over([]))) == (3, [])
 
 
 def test_skipping_leaves_out_the_first_batches():

@@ -72,3 +72,16 @@ def test_a_window_ends_on_all_ranks_when_one_of_them_ends():
 
     no, yes = (False, False), (True, False)
     assert run_threads(2, work) == [[no, yes, yes, (True, True)], [no, yes, (True, True)]]
+
+
+def test_ranks_that_compute_every_step_together_refuse_what_would_wait_for_ever(monkeypatch):
+    def work():
+        accelerator = Accelerator()
+        monkeypatch.setattr(type(accelerator.strategy), "waits_for_all", True)
+        with accelerator.join_uneven_inputs([]):
+            pass
+        with pytest.raises(ValueError, match=r"cannot join Linear.*even_batches=True"):
+            with accelerator.join_uneven_inputs([torch.nn.Linear(1, 1)]):
+                pass
+
+    run_threads(2, work)

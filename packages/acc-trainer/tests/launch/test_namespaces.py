@@ -9,11 +9,16 @@ import sys
 
 import pytest
 
+from acc_ops.options import from_env
+from acc_plugins.options.fp8 import LinearOverrides
+from acc_plugins.options.parallelism import ParallelismConfig
 from acc_trainer.launch.errors import LaunchError
 from acc_trainer.launch.namespaces import (
     env_var_path_add,
+    prepare_extend_env_parallelism_config,
     prepare_multi_gpu_env,
     prepare_simple_launcher_cmd_env,
+    setup_fp8_env,
 )
 
 LATER_ENGINES = {
@@ -150,3 +155,30 @@ def test_a_folder_is_added_to_a_path(monkeypatch):
     assert env_var_path_add("SOME_PATH", "/c") == "/a:/b:/c"
     monkeypatch.delenv("SOME_PATH")
     assert env_var_path_add("SOME_PATH", "/c") == "/c"
+
+
+def test_options_of_fp8_become_variables_that_the_recipe_reads():
+    said = argparse.Namespace(
+        fp8_backend="te", fp8_margin=3, fp8_override_linear_precision=(False, True, False), other=1
+    )
+    environ = {"KEPT": "1"}
+    assert setup_fp8_env(said, environ) is environ
+    assert environ["KEPT"] == "1"
+    assert environ["ACCELERATE_FP8_BACKEND"] == "TE"
+    assert environ["ACCELERATE_FP8_MARGIN"] == "3"
+    overrides = from_env(LinearOverrides, environ)
+    assert overrides == LinearOverrides(False, True, False)
+    assert all(name == "KEPT" or name.startswith("ACCELERATE_FP8_") for name in environ)
+    for name, value in (("fp8_format", "E9"), ("fp8_override_linear_precision", (True, True, True, True))):
+        with pytest.raises(LaunchError, match=name):
+            setup_fp8_env(argparse.Namespace(**{name: value}), {})
+
+
+def test_sizes_of_axes_become_variables_that_the_config_reads():
+    said = argparse.Namespace(parallelism_config_tp_size=2, parallelism_config_dp_shard_size="4")
+    environ = prepare_extend_env_parallelism_config(said, {})
+    assert environ["ACCELERATE_USE_PARALLELISM_CONFIG"] == "true"
+    config = from_env(ParallelismConfig, environ)
+    assert (config.tp_size, config.dp_shard_size, config.cp_size) == (2, 4, 1)
+    assert all(name.startswith(("ACCELERATE_USE_", "PARALLELISM_CONFIG_")) for name in environ)
+    assert vars(said) == {"parallelism_config_tp_size": 2, "parallelism_config_dp_shard_size": "4"}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from acc_ops.callers import warn_caller
 from acc_ops.world import World
 
 from . import layout
@@ -63,22 +63,11 @@ def first_unchanged(
             return info
         if not all(more for _, more in said):
             raise NotWholeError(changed)
-        warnings.warn(
+        warn_caller(
             f"{changed}, so the checkpoint before it is loaded: {choices[place + 1].path} of step {choices[place + 1].step}. "
-            f"What was trained after that is lost; look after the disk, and move {info.path.name} away",
-            stacklevel=4,
+            f"What was trained after that is lost; look after the disk, and move {info.path.name} away"
         )
     raise AssertionError("candidates() gives at least one")
-
-
-def check_nothing_added(folder: Path, manifest: Manifest) -> None:
-    """CheckpointError when a file lies there that looks like a checkpoint's and is not of this one: a load might take it for the other."""
-    for name in sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*")):
-        if layout.OURS.fullmatch(name) and name not in manifest.files:
-            raise CheckpointError(
-                f"{folder} holds {name}, which is not of this checkpoint ({layout.MANIFEST} does not list it): "
-                "another program has written into the folder; move the file away"
-            )
 
 
 def _named(folder: Path) -> CheckpointInfo:
@@ -93,7 +82,7 @@ def _named(folder: Path) -> CheckpointInfo:
             return _without_manifest(folder)
         try:
             return CheckpointInfo(path=folder, manifest=check_whole(folder), problem=None)
-        except NotWholeError:
+        except CheckpointError:
             if read_manifest(folder) == manifest:  # else it was replaced meanwhile
                 raise
     return CheckpointInfo(path=folder, manifest=check_whole(folder), problem=None)
@@ -103,10 +92,9 @@ def _say_newer(named: CheckpointInfo, newest: CheckpointInfo | None) -> None:
     """Who goes back to an older checkpoint hears what a later load without a name would take."""
     if newest is None or newest.step is None or named.step is None or newest.step <= named.step:
         return
-    warnings.warn(
+    warn_caller(
         f"{newest.path.name} has step {newest.step} and is newer than {named.path} of step {named.step}: load_state() without a "
-        "folder takes it until this run has gone further. Move it away, and others of the part of the run that you give up",
-        stacklevel=5,
+        "folder takes it until this run has gone further. Move it away, and others of the part of the run that you give up"
     )
 
 
@@ -141,9 +129,8 @@ def _say_passed_over(others: Sequence[CheckpointInfo], than: CheckpointInfo) -> 
             continue
         if not isinstance(info.problem, NotWholeError):
             raise CheckpointError(str(info.problem)) from info.problem
-        warnings.warn(
-            f"{info.path.name} has a higher number than {than.path.name}, which is loaded, but {info.problem}",
-            stacklevel=5,
+        warn_caller(
+            f"{info.path.name} has a higher number than {than.path.name}, which is loaded, but {info.problem}"
         )
 
 
@@ -152,10 +139,9 @@ def _number(info: CheckpointInfo) -> int:
 
 
 def _without_manifest(folder: Path) -> CheckpointInfo:
-    warnings.warn(
+    warn_caller(
         f"{folder} has no {layout.MANIFEST}: it was not written by save_state of this library, "
-        "so nothing can be said about it being whole",
-        stacklevel=5,
+        "so nothing can be said about it being whole"
     )
     return CheckpointInfo(path=folder, manifest=None, problem=None)
 

@@ -15,14 +15,18 @@ import shutil
 import sys
 from pathlib import Path
 
+from acc_ops.callers import warn_caller
+
 from .layout import MANIFEST, OURS, CheckpointError, number_of, parked_of, removing_of, staging_of
-from .manifest import Manifest, is_foreign, read_manifest
+from .manifest import Manifest, added_to, is_foreign, read_manifest
 
 _CANNOT_EXCHANGE = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 def check_target(target: Path) -> None:
     """CheckpointError when `target` could not be replaced as a whole."""
+    if target.is_symlink():  # links were followed by whoever calls
+        raise CheckpointError(f"{target} is a link that leads to itself: delete it, or save somewhere else")
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target} is a file; a checkpoint is a folder")
     if target.is_dir() and (Path.cwd().is_relative_to(target) or os.path.ismount(target)):
@@ -84,6 +88,10 @@ def finish(staging: Path, target: Path, manifest: Manifest) -> None:
     """Sync everything in `staging`, write its manifest, and make it the content of `target` in one step."""
     _sync_files(staging)
     _write_synced(staging / MANIFEST, manifest.to_text())
+    for name in _files_in_the_way(target):
+        warn_caller(
+            f"{target / name} was not written by save_state and would be taken for a part of the checkpoint: it is not kept"
+        )
     _keep_foreign(target, staging)
     _sync_folders(staging)
     if not target.exists():
@@ -94,12 +102,19 @@ def finish(staging: Path, target: Path, manifest: Manifest) -> None:
             os.rename(target, staging)
             raise
         return
-    if not _exchange(staging, target):
+    if _exchange(staging, target):
+        try:
+            _check_was_folder(staging, target)
+        except CheckpointError:
+            _exchange(staging, target)
+            raise
+    else:
         parked = parked_of(target)
         os.rename(target, parked)
         try:
+            _check_was_folder(parked, target)
             os.rename(staging, target)
-        except OSError:
+        except (OSError, CheckpointError):
             os.rename(parked, target)
             raise
         os.rename(parked, staging)
@@ -107,6 +122,15 @@ def finish(staging: Path, target: Path, manifest: Manifest) -> None:
     if _keep_foreign(staging, target, move=True):  # what came in between, and what cannot have two names
         _sync_folders(target)
     shutil.rmtree(staging)
+
+
+def _check_was_folder(old: Path, target: Path) -> None:
+    """CheckpointError when what had the name of `target`, and is `old` now, is somebody else's."""
+    if old.is_symlink() or not old.is_dir():
+        raise CheckpointError(
+            f"{target} became a file while the checkpoint was written: it stays as it is, and nothing was saved. Move it away, or save "
+            "somewhere else"
+        )
 
 
 def remove(target: Path) -> None:
@@ -171,7 +195,8 @@ def sync_folder(folder: Path) -> None:
 def _keep_foreign(source: Path, destination: Path, *, move: bool = False) -> bool:
     """What in the old folder no checkpoint wrote (logs, notes, pipes) is the user's: it is in the new folder too. Whether there was any.
 
-    Links, not copies: a program that still appends to a file goes on writing into the same one. Folders keep their modes.
+    Links, not copies: a program that still appends to a file goes on writing into the same one. Folders keep their modes. What is called like a
+    file of a checkpoint is never kept: whoever loads the new one would read it.
     """
     if not source.is_dir():
         return False
@@ -181,7 +206,7 @@ def _keep_foreign(source: Path, destination: Path, *, move: bool = False) -> boo
     for path in sorted(source.rglob("*")):
         name = path.relative_to(source).as_posix()
         kept = destination / name
-        if name in ours or os.path.lexists(kept) or (old is None and OURS.fullmatch(name)):
+        if name in ours or os.path.lexists(kept) or OURS.fullmatch(name):
             continue
         if path.is_dir() and not path.is_symlink():
             if not any(path.iterdir()):
@@ -194,6 +219,12 @@ def _keep_foreign(source: Path, destination: Path, *, move: bool = False) -> boo
         else:
             _link_or_copy(path, kept)
     return any_kept
+
+
+def _files_in_the_way(folder: Path) -> list[str]:
+    """Files that somebody put into a checkpoint of ours, under names that a checkpoint could have."""
+    old = _old_manifest(folder)
+    return [] if old is None else added_to(folder, old)
 
 
 def _make_folders(folder: Path, like: Path) -> None:

@@ -8,10 +8,10 @@ is in the file once.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from acc_ops.callers import warn_caller
 from acc_ops.random import capture_rng, restore_rng
 
 _SAME = {"python": "random_state", "torch": "torch_manual_seed"}
@@ -46,9 +46,7 @@ def restore_generators(saved: Mapping[str, Any]) -> None:
     try:
         restore_rng(states_from(saved))  # warns of missing ones
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError) as error:
-        warnings.warn(
-            f"not all random generators could be restored ({error}): they go on as they are", stacklevel=5
-        )
+        warn_caller(f"not all random generators could be restored ({error}): they go on as they are")
 
 
 def _of_five(state: Any) -> Any:

@@ -1,23 +1,33 @@
-"""The gradients of an open accumulation window: of one rank, by parameter name, so that a resumed window is the same window.
+"""The gradients of an open accumulation window: of one rank, by name, so that a resumed window is the same window.
 
-[Note: half a window] Between the micro-batches of a window a parameter's `grad` is this rank's own sum, which no other rank has
-and no other file holds. A checkpoint taken there keeps it, one file per rank. Another number of ranks cannot share the sums out
-again: the half window is then left out, and the load says so.
+[Note: half a window] Between the micro-batches of a window this rank's gradients are its own sum, which no other rank has and no other
+file holds, whether a parameter shows it as its `grad` or a strategy holds it back. A checkpoint taken there keeps it, one file per rank.
+Another number of ranks cannot share the sums out again, nor can a strategy that lays gradients out in another way: the half window is then
+left out, and the load says so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
-import torch
-from torch import Tensor
+from acc_ops.callers import warn_caller
+from acc_plugins.strategies.gradients import GradientPlace, OfParameter, of_parameters
+from acc_plugins.support import UnsupportedError
 
 from .contents import Contents, Run
 from .layout import CheckpointError
 
-Gradients = dict[str, dict[str, Tensor]]  # object name -> parameter name -> gradient
+LOST = "the micro-batches of the accumulation window in which it was saved (the next one begins a new window)"
+
+
+class Gradients(TypedDict):
+    """What the file of one rank holds."""
+
+    layouts: dict[str, str]  # object name -> how its strategy lays gradients out
+    gradients: dict[str, dict[str, Any]]  # object name -> name of the place -> what lay there
+    out_of_reach: dict[str, str]  # object name -> why nobody could take all of its gradients
 
 
 def window_is_open(grad_sync: Mapping[str, Any]) -> bool:
@@ -26,54 +36,73 @@ def window_is_open(grad_sync: Mapping[str, Any]) -> bool:
 
 
 def gradients_of(run: Run, contents: Contents) -> Gradients:
-    """This rank's gradients as they are; parameters without one are left out."""
-    found: Gradients = {}
-    for owner, name, parameter in _parameters(run, contents):
-        if parameter.grad is not None:
-            found.setdefault(owner, {})[name] = parameter.grad.detach()
-    return found
+    """This rank's gradients as they are. What cannot be taken is named in a warning: a resumed run will lack it."""
+    out_of_reach: dict[str, str] = {}
+    found: dict[str, dict[str, Any]] = {}
+    for owner, name, place in _places(run, contents, out_of_reach):
+        if (gradient := place.take()) is not None:
+            found.setdefault(owner, {})[name] = gradient
+    for owner, why in out_of_reach.items():
+        warn_caller(
+            f"the checkpoint will lack the micro-batches of the open accumulation window: gradients of {owner} are out of reach ({why}). Save "
+            "between two windows, when accelerator.sync_gradients is True"
+        )
+    return Gradients(layouts=_layouts(run, contents), gradients=found, out_of_reach=out_of_reach)
+
+
+def why_lost(run: Run, contents: Contents, saved: Gradients) -> str | None:
+    """Why the half window cannot go on in this run; None where it can. The same on all ranks."""
+    for owner, why in saved["out_of_reach"].items():
+        return f"gradients of {owner} were out of reach: {why}"
+    for owner, layout in _layouts(run, contents).items():
+        if saved["layouts"].get(owner, layout) != layout:
+            return f"it was saved with {saved['layouts'][owner]} for {owner}, now it is {layout}"
+    return None
 
 
 def check_gradients(run: Run, contents: Contents, saved: Gradients, path: Path) -> None:
-    """CheckpointError when the run has no parameter, or one of another shape, for a saved gradient."""
-    shapes = {(owner, name): tuple(p.shape) for owner, name, p in _parameters(run, contents)}
-    for owner, named in saved.items():
+    """CheckpointError when the run has no place for a saved gradient, or one of another shape."""
+    places = {(owner, name): place for owner, name, place in _places(run, contents, {})}
+    for owner, named in saved["gradients"].items():
         for name, gradient in named.items():
-            have = shapes.get((owner, name))
-            if have != tuple(gradient.shape):
-                what = f"one of shape {have}" if have is not None else "no such parameter"
+            place = places.get((owner, name))
+            what = "no such parameter" if place is None else place.misfit(gradient)
+            if what is not None:
+                part = gradient["part"] if isinstance(gradient, Mapping) else gradient
                 raise CheckpointError(
-                    f"{path} holds a gradient of shape {tuple(gradient.shape)} for {name} of {owner}, this run has {what}"
+                    f"{path} holds a gradient of shape {tuple(part.shape)} for {name} of {owner}, this run has {what}"
                 )
 
 
-def give_gradients(run: Run, contents: Contents, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Every parameter gets its saved gradient, or None; a gradient that is there (a view of a DDP bucket) is overwritten in place."""
-    for owner, name, parameter in _parameters(run, contents):
-        gradient = saved.get(owner, {}).get(name)
-        if gradient is None:
-            parameter.grad = None
-        elif _can_overwrite(parameter.grad, gradient):
-            parameter.grad.detach().copy_(gradient)
-        else:
-            parameter.grad = gradient.to(parameter.device, parameter.dtype, copy=True)
+def give_gradients(run: Run, contents: Contents, saved: Gradients | None) -> None:
+    """Every place gets its saved gradient, or nothing."""
+    gradients = {} if saved is None else saved["gradients"]
+    for owner, name, place in _places(run, contents, {}):
+        place.give(gradients.get(owner, {}).get(name))
 
 
-def _can_overwrite(present: Tensor | None, gradient: Tensor) -> bool:
-    return present is not None and present.layout == gradient.layout == torch.strided
+def _layouts(run: Run, contents: Contents) -> dict[str, str]:
+    return {item.name: run.strategy.gradient_layout(item.thing) for item in contents.models}
 
 
-def _parameters(run: Run, contents: Contents) -> Iterator[tuple[str, str, Any]]:
+def _places(
+    run: Run, contents: Contents, out_of_reach: dict[str, str]
+) -> Iterator[tuple[str, str, GradientPlace]]:
     """Parameters once each: of models by their own names, others that only an optimizer knows by their place in it."""
     seen: set[int] = set()
     for item in contents.models:
-        for name, parameter in run.strategy.unwrap(item.thing).named_parameters():
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield item.name, name, parameter
+        try:
+            places = run.strategy.gradient_places(item.thing)
+        except UnsupportedError as error:
+            out_of_reach[item.name] = str(error)
+            places = of_parameters(run.strategy.unwrap(item.thing))
+        for name, place in places.items():
+            if not (isinstance(place, OfParameter) and seen.issuperset(map(id, place.parameters))):
+                yield item.name, name, place
+        seen.update(id(parameter) for place in places.values() for parameter in place.parameters)
     for item in contents.optimizers:
         groups = getattr(item.thing, "param_groups", ())
-        for place, parameter in enumerate(p for group in groups for p in group["params"]):
+        for number, parameter in enumerate(p for group in groups for p in group["params"]):
             if id(parameter) not in seen:
                 seen.add(id(parameter))
-                yield item.name, str(place), parameter
+                yield item.name, str(number), OfParameter(parameter)

@@ -75,17 +75,6 @@ def gradients_file(rank: int) -> str:
     return f"gradients_{rank}.bin"
 
 
-def weight_files(name: str) -> tuple[str, ...]:
-    """The files one of which holds the weights called `name`."""
-    torch_name = f"pytorch_{name}"
-    return (
-        f"{name}.safetensors",
-        f"{torch_name}.bin",
-        f"{name}.safetensors.index.json",
-        f"{torch_name}.bin.index.json",
-    )
-
-
 def automatic_folder(project: Project) -> Path:
     """Where automatically named checkpoints lie. ValueError without a project folder."""
     if project.project_dir is None:

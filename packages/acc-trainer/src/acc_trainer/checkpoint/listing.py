@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, overload
 
+from acc_ops.shown_bytes import convert_bytes
+
 from .layout import (
     MANIFEST,
     CheckpointError,
@@ -21,8 +23,6 @@ from .layout import (
     staging_of,
 )
 from .manifest import Manifest, check_bytes, check_whole, read_manifest
-
-_UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,14 +96,15 @@ class CheckpointInfo:
         values = (self.step, self.epoch, self.world_size)
         metric = "-" if self.metric is None else f"{self.metric:.6g}"
         shown = ["-" if value is None else str(value) for value in values]
-        return [self.path.name, *shown, metric, _age(self.age_s), _size(self.bytes), state]
+        return [self.path.name, *shown, metric, _age(self.age_s), convert_bytes(self.bytes), state]
 
 
 class Checkpoints(Sequence[CheckpointInfo]):
-    """The checkpoints in one folder, oldest first; printed, it is a table."""
+    """The checkpoints in one folder, oldest first; printed, it is a table. `mode` is what `best` means unless it is told: "min" or "max"."""
 
-    def __init__(self, folder: Path, found: Sequence[CheckpointInfo]) -> None:
+    def __init__(self, folder: Path, found: Sequence[CheckpointInfo], mode: str = "min") -> None:
         self.folder = folder
+        self.mode = mode
         self._found = list(found)
 
     @overload
@@ -124,14 +125,17 @@ class Checkpoints(Sequence[CheckpointInfo]):
         """The whole one of the highest step; of those the one with the highest number, of those the one saved last. Names with a number go before others."""
         return next((one for one in reversed(self._found) if one.whole), None)
 
-    def best(self, mode: str = "min") -> CheckpointInfo | None:
-        """The whole one with the smallest metric, or with `mode="max"` the largest; of equal ones the newest. None without a metric."""
-        ranked = by_metric([one for one in self if one.whole], mode)
+    def best(self, mode: str | None = None) -> CheckpointInfo | None:
+        """The whole one with the smallest metric, or with `mode="max"` the largest; of equal ones the newest. None without a metric.
+
+        Without `mode` that of the project's `CheckpointPolicy` counts where `accelerator.checkpoints()` looked, else "min".
+        """
+        ranked = by_metric([one for one in self if one.whole], self.mode if mode is None else mode)
         return ranked[0] if ranked else None
 
     def check(self) -> Checkpoints:
         """The same, after every byte of every one was compared with its checksum."""
-        return Checkpoints(self.folder, [one.check() for one in self])
+        return Checkpoints(self.folder, [one.check() for one in self], self.mode)
 
     def __str__(self) -> str:
         if not self:
@@ -156,10 +160,10 @@ class Checkpoints(Sequence[CheckpointInfo]):
         return f"<{len(self)} checkpoints in {self.folder}, {sum(one.whole for one in self)} whole>"
 
 
-def look(folder: str | os.PathLike[str]) -> Checkpoints:
+def look(folder: str | os.PathLike[str], mode: str = "min") -> Checkpoints:
     """What lies directly in `folder`: everything with a number in its name or with a manifest, and what killed saves left.
 
-    CheckpointError when the folder cannot be read; one that is missing is empty.
+    `mode` is what its `best` means. CheckpointError when the folder cannot be read; one that is missing is empty.
     """
     folder = Path(folder)
     try:
@@ -171,16 +175,20 @@ def look(folder: str | os.PathLike[str]) -> Checkpoints:
             f"{folder} cannot be read: {error.strerror or error}; what checkpoints are in it cannot be said"
         ) from error
     found = [info for path in paths if (info := look_at(path)) is not None]
-    return Checkpoints(folder, sorted(found, key=_age_rank))
+    return Checkpoints(folder, sorted(found, key=_age_rank), mode)
 
 
 def look_in_project(project: Project, folder: str | os.PathLike[str] | None) -> Checkpoints:
-    """`look` into `folder`, or where the project's automatically named checkpoints lie. ValueError when neither is given."""
+    """`look` into `folder`, or where the project's automatically named checkpoints lie; the best is what its policy means by it.
+
+    ValueError when there is neither a folder nor automatic naming.
+    """
+    mode = "min" if project.keep is None else project.keep.mode
     if folder is not None:
-        return look(folder)
+        return look(folder, mode)
     if not project.automatic_checkpoint_naming:
         raise ValueError("checkpoints() needs a folder: only automatic_checkpoint_naming has one of its own")
-    return look(automatic_folder(project))
+    return look(automatic_folder(project), mode)
 
 
 def look_at(path: Path) -> CheckpointInfo | None:
@@ -258,11 +266,3 @@ def _age(seconds: float | None) -> str:
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
     return f"{seconds:.0f} s"
-
-
-def _size(count: float) -> str:
-    for unit in _UNITS:
-        if count < 1000 or unit == _UNITS[-1]:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    raise AssertionError("the last unit takes every size")

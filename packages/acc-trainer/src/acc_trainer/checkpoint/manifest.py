@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import warnings
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -16,8 +15,9 @@ from stat import S_ISLNK, S_ISREG
 from typing import Any
 
 from acc_bigmodel.stores.strict_json import parse_json
+from acc_ops.callers import warn_caller
 
-from .layout import MANIFEST, CheckpointError, NotWholeError
+from .layout import MANIFEST, OURS, CheckpointError, NotWholeError
 
 FORMAT = 1
 _SLICE_BYTES = 1 << 20
@@ -46,9 +46,17 @@ class Manifest:
     files: Mapping[str, dict[str, int]] = field(default_factory=dict)
 
     def to_text(self) -> str:
-        """The file's content. CheckpointError for a file name that a reader would refuse."""
-        _with_safe_paths(self, "the new checkpoint")
-        return json.dumps(asdict(self), indent=1) + "\n"
+        """The file's content. CheckpointError for what a reader would refuse."""
+        return json.dumps(asdict(self.checked("the new checkpoint")), indent=1) + "\n"
+
+    def checked(self, folder: str | os.PathLike[str]) -> Manifest:
+        """The same. NotWholeError, telling of `folder`, when a value or a file name is none that a save writes."""
+        for name, is_right in _FIELDS.items():
+            if not is_right(value := getattr(self, name)):
+                raise NotWholeError(
+                    f"the checkpoint {folder} is not whole: {MANIFEST} has been changed: {name} is {value!r:.60}"
+                )
+        return _with_safe_paths(self, folder)
 
 
 def metric_of(given: Any) -> float | None:
@@ -60,15 +68,19 @@ def metric_of(given: Any) -> float | None:
         return None
     try:
         metric = float(given)
-    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of several elements
+    except (
+        TypeError,
+        ValueError,
+        OverflowError,
+        RuntimeError,
+    ) as error:  # RuntimeError: a tensor of several elements
+        shown = f"{given!r:.80}" if not isinstance(given, int) else "larger than any float"
         raise TypeError(
-            f"save_state: metric must be one number, got {type(given).__name__}: {given!r:.80}"
+            f"save_state: metric must be one number, got {type(given).__name__}: {shown}"
         ) from error
     if math.isfinite(metric):
         return metric
-    warnings.warn(
-        f"save_state: the metric is {metric}, so this checkpoint is not among the best", stacklevel=3
-    )
+    warn_caller(f"save_state: the metric is {metric}, so this checkpoint is not among the best")
     return None
 
 
@@ -94,13 +106,7 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest | None:
         raise CheckpointError(
             f"the checkpoint {folder} has format {content['format']}, this version reads up to {FORMAT}: upgrade acc-trainer"
         )
-    known = {name: content[name] for name in Manifest.__dataclass_fields__ if name in content}
-    for name, value in known.items():
-        if not _FIELDS[name](value):
-            raise NotWholeError(
-                f"the checkpoint {folder} is not whole: {MANIFEST} has been changed: {name} is {value!r:.60}"
-            )
-    return _with_safe_paths(Manifest(**known), folder)
+    return Manifest(**{name: content[name] for name in _FIELDS if name in content}).checked(folder)
 
 
 def _text_of(path: Path) -> bytes | None:
@@ -173,9 +179,10 @@ def checksum(path: Path) -> int:
 
 
 def check_whole(folder: str | os.PathLike[str], *, checksums: bool = False) -> Manifest:
-    """The manifest of a folder that is whole: every file is there with its size, and with its checksum if asked for.
+    """The manifest of a folder that is whole: every file is there with its size, and with its checksum if asked for, and no other that a load
+    might take for one of them.
 
-    NotWholeError names the folder, the file and what is wrong; CheckpointError for a disk that does not answer.
+    NotWholeError names the folder, the file and what is wrong; CheckpointError for a file that was added, and for a disk that does not answer.
     """
     manifest = read_manifest(folder)
     if manifest is None:
@@ -188,9 +195,29 @@ def check_whole(folder: str | os.PathLike[str], *, checksums: bool = False) -> M
             raise NotWholeError(
                 f"the checkpoint {folder} is not whole: {name} has {size} bytes, {said['bytes']} were written"
             )
+    if added := added_to(folder, manifest):
+        raise CheckpointError(
+            f"{folder} holds {added[0]}, which is not of this checkpoint ({MANIFEST} does not list it): "
+            "another program has written into the folder; move the file away"
+        )
     if checksums:
         check_bytes(folder, manifest)
     return manifest
+
+
+def added_to(folder: str | os.PathLike[str], manifest: Manifest) -> list[str]:
+    """The files that look like a checkpoint's and are not of this one."""
+    home = Path(folder)
+    names = sorted(path.relative_to(home).as_posix() for path in home.rglob("*"))
+    return [name for name in names if OURS.fullmatch(name) and name not in manifest.files]
+
+
+def check_no_checkpoint(folder: str | os.PathLike[str], doing: str) -> None:
+    """CheckpointError when `folder` is a checkpoint of ours: `doing` (writing weights) would make another one of it than its manifest says."""
+    if os.path.lexists(Path(folder, MANIFEST)) and not is_foreign(folder):
+        raise CheckpointError(
+            f"{os.fspath(folder)} is a checkpoint of save_state, {doing} would spoil it: name another folder, one inside it for instance"
+        )
 
 
 def check_bytes(folder: str | os.PathLike[str], manifest: Manifest, part: int = 0, parts: int = 1) -> None:
@@ -270,7 +297,14 @@ def _is_count(value: object, least: int = 0) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and -1e300 < value < 1e300
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and _is_finite(value)
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number that no float can hold
+        return False
 
 
 def _is_files(value: object) -> bool:

@@ -1,7 +1,8 @@
 """Who saves into a folder now: one run at a time holds a lock file beside it, which a run that dies lets go of.
 
 The lock is the system's (`flock`), so it is gone with its process, however that ends. Where a file system has no such locks, the owner's
-process is looked for by its number, on the same machine only.
+process is looked for by its number, on the same machine only. A child that is forked while a save lasts lets go of the file at once: it would keep
+the lock of a run that was killed.
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ import json
 import os
 import socket
 import sys
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
+from weakref import WeakSet
 
 from .layout import CheckpointError, lock_of
 
 if sys.platform != "win32":
     import fcntl
+
+_OWNERS: WeakSet[Owner] = WeakSet()  # for the children of this process
 
 
 class Owner:
@@ -28,10 +33,10 @@ class Owner:
 
     def __init__(self, target: Path) -> None:
         self._path = lock_of(target)
-        while True:
-            self._file = self._taken(target)
-            if self._file is not None:
-                return
+        self._file: FileIO | None = None
+        _OWNERS.add(self)
+        while not self._take(target):
+            pass
 
     def release(self) -> None:
         """Let the next one in."""
@@ -46,9 +51,16 @@ class Owner:
             _unlock(file)  # a forked worker may hold the same open file
         file.close()
 
-    def _taken(self, target: Path) -> BinaryIO | None:
-        """The lock file, locked and signed; None when the one before took it away meanwhile."""
-        file = open(self._path, "a+b")  # noqa: SIM115  it is held as long as the save takes
+    def leave_to_parent(self) -> None:
+        """In a forked child: only the parent has the lock, which would else last as long as any of them lives."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def _take(self, target: Path) -> bool:
+        """Lock the file and sign it; False when the one before took it away meanwhile."""
+        # unbuffered, since a child closes it at whatever moment it was forked; it is held as long as the save takes
+        file = self._file = FileIO(self._path, "a+")
         try:
             held = _lock(file)
             other = _read(file)
@@ -57,17 +69,28 @@ class Owner:
                     f"another save is writing into {target} now: {_described(other)}. Two runs must not save into one folder: give this "
                     "one another folder (or project_dir), or end the other one"
                 )
-            if not _is_named(self._path, file):
-                file.close()
-                return None
-            _sign(file)
+            if _is_named(self._path, file):
+                _sign(file)
+                return True
         except BaseException:
+            self._file = None
             file.close()
             raise
-        return file
+        self._file = None
+        file.close()
+        return False
 
 
-def _lock(file: BinaryIO) -> bool | None:
+def _leave_to_parent() -> None:
+    for owner in list(_OWNERS):
+        owner.leave_to_parent()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def _lock(file: FileIO) -> bool | None:
     """Whether the lock is ours now; None where the file system has none."""
     if sys.platform == "win32":
         return None
@@ -80,19 +103,19 @@ def _lock(file: BinaryIO) -> bool | None:
     return True
 
 
-def _unlock(file: BinaryIO) -> None:
+def _unlock(file: FileIO) -> None:
     if sys.platform != "win32":
         fcntl.flock(file, fcntl.LOCK_UN)
 
 
-def _is_named(path: Path, file: BinaryIO) -> bool:
+def _is_named(path: Path, file: FileIO) -> bool:
     try:
         return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
     except FileNotFoundError:
         return False
 
 
-def _read(file: BinaryIO) -> dict[str, Any]:
+def _read(file: FileIO) -> dict[str, Any]:
     file.seek(0)
     try:
         said = json.loads(file.read() or b"{}")
@@ -101,10 +124,9 @@ def _read(file: BinaryIO) -> dict[str, Any]:
     return said if isinstance(said, dict) else {}
 
 
-def _sign(file: BinaryIO) -> None:
+def _sign(file: FileIO) -> None:
     file.truncate(0)
     file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode())
-    file.flush()
 
 
 def _is_at_work(other: dict[str, Any]) -> bool:

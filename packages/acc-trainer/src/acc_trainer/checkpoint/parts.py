@@ -61,7 +61,7 @@ def parts_of(
         yield from _wanted(run.strategy.optimizer_part(item.thing, item.name))
     progress = progress_of(run, contents)
     positions, window = progress["positions"], progress["grad_sync"]
-    shared = [
+    shared: list[tuple[str, Any]] = [
         *((layout.scheduler_file(i), item.thing.state_dict()) for i, item in enumerate(contents.schedulers)),
         *((layout.custom_file(i), item.thing.state_dict()) for i, item in enumerate(contents.custom)),
         *(
@@ -77,7 +77,7 @@ def parts_of(
     ]
     if run.precision.scaler is not None:
         shared.append((layout.SCALER, run.precision.state_dict()))
-    own = [
+    own: list[tuple[str, Any]] = [
         (layout.random_file(run.world.rank), states_to_save(run.step)),
         (layout.progress_file(run.world.rank), progress),
     ]

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from acc_ops.callers import warn_caller
+
 from . import layout
 from .contents import Contents, Item, Run
 from .generators import restore_generators
-from .gradients import Gradients, check_gradients, give_gradients, window_is_open
+from .gradients import LOST, Gradients, check_gradients, give_gradients, why_lost, window_is_open
 from .layout import CheckpointError
 from .manifest import Manifest
-from .progress import hand_out_progress, of_other_ranks
+from .progress import hand_out_progress, of_other_ranks, without_window
 from .samplers import give_sampler, keeps_sampler
 from .torch_files import read_file, read_random
 
@@ -32,7 +33,7 @@ class Pending:
     custom: list[Any]
     step: int | None
     progress: Mapping[str, Any]
-    gradients: Gradients
+    gradients: Gradients | None
     samplers: list[Any]  # by loader
     loaders: list[Any]  # states of stateful loaders, where no progress says more
     random: Mapping[str, Any] | None  # empty when it could not be read
@@ -58,12 +59,10 @@ def check_files(contents: Contents, folder: Path, run: Run) -> None:
         try:
             run.strategy.check_optimizer(folder, item.name)
         except FileNotFoundError as error:
-            raise CheckpointError(
-                f"the checkpoint {folder} is not whole: {item.name}.bin is missing"
-            ) from error
+            raise CheckpointError(f"the checkpoint {folder} is not whole: {error}") from error
         except (OSError, ValueError, RuntimeError, EOFError, KeyError) as error:
             raise CheckpointError(
-                f"the checkpoint {folder} is not whole: {item.name}.bin cannot be read ({error})"
+                f"the checkpoint {folder} is not whole: the state of {item.name} cannot be read ({error})"
             ) from error
 
 
@@ -73,10 +72,7 @@ def check_weights(run: Run, models: Sequence[tuple[Any, str]], folder: Path) -> 
         try:
             run.strategy.check_model(folder, name)
         except FileNotFoundError as error:
-            raise CheckpointError(
-                f"the checkpoint {folder} is not whole: it has no weights for {name} (looked for "
-                f"{', '.join(layout.weight_files(name))}): {error}"
-            ) from error
+            raise CheckpointError(f"the checkpoint {folder} is not whole: {error}") from error
         except (OSError, ValueError, RuntimeError) as error:
             raise CheckpointError(
                 f"the checkpoint {folder} is not whole: the weights of {name} cannot be read ({error})"
@@ -92,20 +88,26 @@ def read_pending(
     scaler = None
     if run.precision.scaler is not None:
         scaler = _read_if_there(folder / layout.SCALER, load_kwargs, missing, "the scale of the gradients")
+        if scaler is not None:
+            _check_keys(folder / layout.SCALER, scaler, run.precision.state_dict())
     progress = _progress(run, folder, manifest, missing, unlike)
-    gradients: Gradients = {}
+    gradients: Gradients | None = None
     if window_is_open(progress.get("grad_sync", {})):
         file = folder / layout.gradients_file(run.world.rank)
         gradients = read_file(file, {})
-        check_gradients(run, contents, gradients, file)
+        _check_keys(file, gradients, Gradients.__annotations__)
+        why = why_lost(run, contents, gradients)
+        if why is None:
+            check_gradients(run, contents, gradients, file)
+        else:
+            gradients, progress = None, without_window(progress)
+            unlike.append(f"{LOST}: {why}")
     world_size = None if manifest is None or manifest.world_size == run.world.size else manifest.world_size
     random = _random(run, folder, missing if world_size is None else [])
     step = progress.get("step") if random is None else random.get("step", progress.get("step"))
     return Pending(
         folder=folder,
-        schedulers=[
-            read_file(folder / layout.scheduler_file(item.place), load_kwargs) for item in contents.schedulers
-        ],
+        schedulers=[_scheduler(item, folder, load_kwargs) for item in contents.schedulers],
         scaler=scaler,
         custom=[read_file(folder / layout.custom_file(item.place), load_kwargs) for item in contents.custom],
         step=None if step is None else int(step),
@@ -128,12 +130,13 @@ def read_pending(
 def hand_out(run: Run, contents: Contents, pending: Pending) -> None:
     """Give everything to its owner; the random generators come last. One warning tells what the checkpoint has not got, one what cannot go on
     as it was."""
+    folder = pending.folder
     for item, state in zip(contents.schedulers, pending.schedulers, strict=True):
-        item.thing.load_state_dict(state)
+        _give(item, state, folder / layout.scheduler_file(item.place))
     if pending.scaler is not None:
         run.precision.load_state_dict(pending.scaler)
     for item, state in zip(contents.custom, pending.custom, strict=True):
-        item.thing.load_state_dict(state)
+        _give(item, state, folder / layout.custom_file(item.place))
     for item, state in zip(contents.loaders, pending.samplers, strict=True):
         if state is not None:
             give_sampler(item.thing, state)
@@ -147,23 +150,50 @@ def hand_out(run: Run, contents: Contents, pending: Pending) -> None:
     if pending.step is not None:
         run.step = pending.step
     if pending.missing:
-        warnings.warn(
-            f"{pending.folder} does not hold all of this run, which goes on with what it has of: {', '.join(pending.missing)}",
-            stacklevel=5,
+        warn_caller(
+            f"{pending.folder} does not hold all of this run, which goes on with what it has of: {', '.join(pending.missing)}"
         )
     if pending.world_size is not None:
         unlike.append("the random generators of each process, which go on by themselves")
-        warnings.warn(
+        warn_caller(
             f"{pending.folder} was saved by {pending.world_size} processes, now there are {run.world.size}. What is not as it was: "
-            f"{'; '.join(unlike)}",
-            stacklevel=5,
+            f"{'; '.join(unlike)}"
         )
     elif unlike:
-        warnings.warn(
-            f"not everything goes on as it was saved in {pending.folder}: {'; '.join(unlike)}", stacklevel=5
-        )
+        warn_caller(f"not everything goes on as it was saved in {pending.folder}: {'; '.join(unlike)}")
     if pending.random:
         restore_generators(pending.random)
+
+
+def _give(item: Item, state: Any, file: Path) -> None:
+    """CheckpointError, naming the file, for whatever the object raises: the code is the user's, and what it refuses only it knows."""
+    try:
+        item.thing.load_state_dict(state)
+    except Exception as error:
+        raise CheckpointError(
+            f"{item.kind_of} could not take its state from {file} ({type(error).__name__}: {error}). Weights and others are loaded by now, so "
+            "this run holds parts of two: load a checkpoint that fits before it goes on, or start it again"
+        ) from error
+
+
+def _check_keys(file: Path, state: Any, keys: Iterable[str]) -> None:
+    """CheckpointError unless the content of `file` is a mapping that has all of `keys`."""
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"{file} cannot be loaded: it holds a {type(state).__name__}, not a dict")
+    lacking = [key for key in keys if key not in state]
+    if lacking:
+        raise CheckpointError(f"{file} cannot be loaded: it has no {', '.join(lacking)}")
+
+
+def _scheduler(item: Item, folder: Path, load_kwargs: Mapping[str, Any]) -> Any:
+    file = folder / layout.scheduler_file(item.place)
+    state = read_file(file, load_kwargs)
+    own = item.thing.state_dict()
+    if isinstance(own, Mapping):
+        _check_keys(
+            file, state, [key for key in own if key == "last_epoch"]
+        )  # that of torch's, in every version
+    return state
 
 
 def _read_if_there(file: Path, load_kwargs: Mapping[str, Any], missing: list[str], what: str) -> Any:
@@ -196,7 +226,9 @@ def _progress(
     if manifest is None and not file.is_file():  # as accelerate writes it
         missing.append(f"the positions of the loaders and of the accumulation window ({file.name})")
         return {}
-    progress = dict(read_file(file, {}))
+    read = read_file(file, {})
+    _check_keys(file, read, ("step", "grad_sync", "positions"))
+    progress = dict(read)
     if same:
         return progress
     progress, lost = of_other_ranks(progress)

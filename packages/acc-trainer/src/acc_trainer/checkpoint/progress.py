@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .contents import Contents, Run
-from .gradients import window_is_open
+from .gradients import LOST, window_is_open
 
 Progress = dict[str, Any]
 
@@ -31,14 +31,16 @@ def progress_of(run: Run, contents: Contents) -> Progress:
 
 def of_other_ranks(progress: Mapping[str, Any]) -> tuple[Progress, list[str]]:
     """Rank 0's progress as it means something to another number of ranks, and what is lost of it."""
-    lost = []
-    window = dict(progress.get("grad_sync", {}))
-    if window_is_open(window):
-        lost.append(
-            "the micro-batches of the accumulation window in which it was saved (the next one begins a new window)"
-        )
-        window = {**window, "index": 0, "sync": True, "broken": False}
-    return {**progress, "grad_sync": window, "exchange": {}}, lost
+    window = progress.get("grad_sync", {})
+    return {**without_window(progress), "exchange": {}}, [LOST] if window_is_open(window) else []
+
+
+def without_window(progress: Mapping[str, Any]) -> Progress:
+    """The same with its accumulation window closed: the next micro-batch begins one."""
+    window = progress.get("grad_sync", {})
+    if not window_is_open(window):
+        return dict(progress)
+    return {**progress, "grad_sync": {**window, "index": 0, "sync": True, "broken": False}}
 
 
 def hand_out_progress(run: Run, contents: Contents, progress: Mapping[str, Any]) -> list[str]:

@@ -27,6 +27,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from acc_bigmodel.image import ImageKey, image_key, plan_image
 from acc_plugins.states.part import Part, WeightsPart
 
+from .copying import copy_all
+
 _ALIGNMENT_BYTES = 64
 _SLICE_BYTES = 1 << 20
 _FORKED_CHILDREN_SEE_ZEROS = 18  # MADV_WIPEONFORK of Linux, which Python does not name
@@ -63,10 +65,6 @@ class Staging:
         for key in [key for key in self._kept if key[1] >= seen[key[0]]]:
             del self._kept[key]
         return copied
-
-    def nbytes(self) -> int:
-        """The size of the buffers."""
-        return sum(kept.buffer.nbytes for kept in self._kept.values())
 
     def _copy(self, part: Part, key: tuple[str, int]) -> Part:
         if isinstance(part, WeightsPart) and part.safe and all(map(_is_plain, part.state.values())):
@@ -113,16 +111,6 @@ class _Kept:
     form: Any
     buffer: Tensor
     copies: list[Tensor]
-
-
-def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy, and wait until it is done; devices copy at the same time."""
-    with torch.no_grad():
-        if sources:
-            torch._foreach_copy_(targets, sources, non_blocking=True)
-    for device in {source.device for source in sources}:
-        if device.type != "cpu":
-            torch.get_device_module(device).synchronize(device)
 
 
 def _is_plain(tensor: Any) -> bool:

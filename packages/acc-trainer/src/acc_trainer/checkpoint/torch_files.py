@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import pickle
 import threading
-import warnings
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from acc_ops.callers import warn_caller
 from acc_ops.optional import is_available, require
 
 from .layout import CheckpointError
@@ -50,13 +50,13 @@ def read_random(path: Path) -> dict[str, Any]:
     try:
         state = read_file(path, {})
     except CheckpointError as error:
-        warnings.warn(f"the random generators go on as they are: {error}", stacklevel=6)
+        warn_caller(f"the random generators go on as they are: {error}")
         return {}
     if not isinstance(state, dict):
-        warnings.warn(
-            f"the random generators go on as they are: {path} holds a {type(state).__name__}", stacklevel=6
-        )
+        warn_caller(f"the random generators go on as they are: {path} holds a {type(state).__name__}")
         return {}
+    if not state:
+        warn_caller(f"the random generators go on as they are: {path} holds none")
     return state
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from acc_ops.callers import warn_caller
 from acc_ops.world import current_world
 
 from . import commit, layout
@@ -39,8 +40,8 @@ def save_state(
 
     Rank 0 waits `wait_s` seconds (60 unless given) for the others to call it too, and raises CheckpointError when they do not.
 
-    A failure on one rank raises on all: the error itself there, CheckpointError elsewhere. TypeError without `output_dir`
-    and automatic naming; ValueError for an empty name, and when the folder of the next automatic name exists.
+    A failure on one rank raises on all: the error itself there, CheckpointError elsewhere. TypeError for a keyword that is not known (those of
+    DeepSpeed's save_checkpoint are, and warn where it does not train), and without `output_dir` and automatic naming; ValueError for an empty name, and when the folder of the next automatic name exists.
     """
     finish_save(accelerator)
     world, project = accelerator.world, accelerator.project_configuration
@@ -65,7 +66,7 @@ def save_state(
         if not wish.blocking:
             background = _background_of(accelerator)
             with together(world, f"copying the state for {target}"):
-                copies = background.staging.copies(parts)
+                copies = background.copies(parts)
         if project.automatic_checkpoint_naming:
             project.iteration = number + 1
         if wish.blocking:
@@ -75,8 +76,9 @@ def save_state(
                 str(target), lambda apart: transaction.write(apart, copies, manifest, policy), number_again
             )
     except BaseException:
-        transaction.discard()
-        number_again()
+        if wish.blocking or not _is_written_beside(accelerator):
+            transaction.discard()
+            number_again()
         raise
     return wish.shown
 
@@ -107,9 +109,8 @@ def _agreed(run: Run, output_dir: str | os.PathLike[str] | None, options: dict[s
     """Checked, and compared between the ranks, before anything is written."""
     world = run.world
     metric, blocking = options.pop("metric", None), options.pop("blocking", True)
-    if options:
-        warnings.warn(f"save_state: {', '.join(options)} had no effect, no engine takes them", stacklevel=3)
     with together(world, "choosing the folder"):
+        _check_options(options)
         if not isinstance(blocking, bool):
             raise TypeError(f"save_state: blocking must be True or False, got {blocking!r}")
         shown = _target(run.project_configuration, output_dir)
@@ -122,6 +123,21 @@ def _agreed(run: Run, output_dir: str | os.PathLike[str] | None, options: dict[s
     return _Wish(str(shown), target, metric, blocking)
 
 
+# what DeepSpeed's save_checkpoint takes, which gets the keywords of save_state where it trains
+_OF_DEEPSPEED = ("tag", "client_state", "save_latest", "exclude_frozen_parameters")
+
+
+def _check_options(options: Iterable[str]) -> None:
+    """TypeError for a keyword that nobody takes; a warning for one of an engine that does not train this run."""
+    unknown = [name for name in options if name not in _OF_DEEPSPEED]
+    if unknown:
+        raise TypeError(
+            f"save_state does not know {', '.join(unknown)}; known: blocking, metric, wait_s, and for DeepSpeed {', '.join(_OF_DEEPSPEED)}"
+        )
+    for name in options:
+        warn_caller(f"save_state: {name} had no effect, no engine of this run takes it")
+
+
 def _background_of(run: Run) -> Background:
     if run._background is None:
         run._background = Background(run.world)
@@ -129,13 +145,15 @@ def _background_of(run: Run) -> Background:
     return background
 
 
+def _is_written_beside(run: Run) -> bool:
+    """Whether a thread has the save by now: an interrupt of the call does not end it."""
+    return run._background is not None and run._background.is_writing
+
+
 def _target(project: layout.Project, output_dir: str | os.PathLike[str] | None) -> Path:
     if project.automatic_checkpoint_naming:
         if output_dir is not None:
-            warnings.warn(
-                f"save_state: output_dir {output_dir} has no effect with automatic_checkpoint_naming",
-                stacklevel=4,
-            )
+            warn_caller(f"save_state: output_dir {output_dir} has no effect with automatic_checkpoint_naming")
         target = layout.automatic_folder(project) / layout.automatic_name(project.iteration)
         if os.path.lexists(target):
             raise ValueError(

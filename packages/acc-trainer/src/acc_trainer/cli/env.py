@@ -7,32 +7,50 @@ import platform
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from acc_trainer.launch.config_path import default_config_path
 from acc_trainer.launch.errors import LaunchError
 from acc_trainer.launch.worker import inherited
 
+if TYPE_CHECKING:
+    import argparse
+
 PACKAGES = ("acc_ops", "acc_hooks", "acc_bigmodel", "acc_plugins", "acc_trainer")
 USAGE = "usage: acc env [--config_file FILE]"
+TEXT = "Show versions, devices and configuration, to paste into a report."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print what a report should say; exit code 2 for an unknown option or an unreadable configuration file."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words in (["-h"], ["--help"]):
-        print(f"{USAGE}\n\nShow versions, devices and configuration, to paste into a report.")
+        print(f"{USAGE}\n\n{TEXT}")
         return 0
     try:
-        path = config_file_of(words, "acc env")
-        facts = gather_facts(path)
+        _show(gather_facts(config_file_of(words, "acc env")))
     except LaunchError as error:
         print(f"acc env: {error}", file=sys.stderr)
         return 2
-    width = max(len(name) for name in facts)
-    for name, value in facts.items():
-        print(f"{name:{width}}  {value}")
     return 0
+
+
+def env_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """The arguments of the command: a parser of its own, or one more of `subparsers`."""
+    from acc_trainer.cli.parsing import parser_for  # noqa: PLC0415  the command itself starts without argparse
+
+    parser = parser_for(subparsers, "env", TEXT, env_command)
+    parser.add_argument(
+        "--config_file", default=None, help="the configuration file to show; default: that of `acc launch`"
+    )
+    return parser
+
+
+def env_command(args: argparse.Namespace) -> dict[str, Any]:
+    """Print what a report should say; the same by name. `LaunchError` (a ValueError) for a configuration file that cannot be read."""
+    facts = gather_facts(args.config_file)
+    _show(facts)
+    return facts
 
 
 def gather_facts(config_file: str | None = None) -> dict[str, Any]:
@@ -55,6 +73,12 @@ def gather_facts(config_file: str | None = None) -> dict[str, Any]:
     }
     facts.update({f"${name}": value for name, value in said.items()})
     return facts
+
+
+def _show(facts: dict[str, Any]) -> None:
+    width = max(len(name) for name in facts)
+    for name, value in facts.items():
+        print(f"{name:{width}}  {value}")
 
 
 def _torch_facts() -> dict[str, Any]:

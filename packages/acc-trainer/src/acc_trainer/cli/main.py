@@ -11,6 +11,7 @@ COMMANDS = {  # word -> (module beside this one, what it does)
     "env": ("env", "show versions, devices and configuration, for a report"),
     "checkpoints": ("checkpoints", "show which checkpoints lie in a folder, and which are whole"),
     "merge": ("merge", "merge the weights that FSDP has written in shards into one file"),
+    "to-fsdp2": ("to_fsdp2", "convert a configuration file of FSDP version 1 to version 2"),
     "test": ("check", "start a small script that checks that processes work together and train"),
 }
 HELP = """\

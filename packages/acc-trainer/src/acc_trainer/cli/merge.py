@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from acc_trainer.checkpoint.layout import CheckpointError
+
 TEXT = "Merge the weights that FSDP has written in shards (a folder pytorch_model_fsdp_0, or a checkpoint that holds one)."
 
 
@@ -19,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(end.code or 0)
     try:
         merge_command(args)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, CheckpointError) as error:
         print(f"acc merge: {error}", file=sys.stderr)
         return 1
     return 0
@@ -57,9 +59,12 @@ def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def merge_command(args: argparse.Namespace) -> None:
-    """What the command does with its parsed arguments. ValueError for a folder that holds no shards of weights, OSError of the disk."""
+    """What the command does with its parsed arguments. ValueError for a folder that holds no shards of weights, CheckpointError
+    for an output that is a checkpoint, OSError of the disk."""
     from acc_plugins.states.merge import merge_shards  # noqa: PLC0415  the command line starts without torch
+    from acc_trainer.checkpoint.manifest import check_no_checkpoint  # noqa: PLC0415  nor with what reads weights
 
+    check_no_checkpoint(args.output_path, "merging weights into it")
     files = merge_shards(
         args.checkpoint_directory,
         args.output_path,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from acc_ops.optional import require
 from acc_trainer.data.draws import as_then
 from acc_trainer.data.position import LoaderPosition
-from acc_trainer.data.samplers import has_trusted_length
+from acc_trainer.data.samplers import DrawnAsBefore, has_trusted_length
 from acc_trainer.grad_sync import GradSync
 from acc_trainer.gradient_state import current_grad_sync
 
@@ -116,6 +116,8 @@ class DataLoaderAdapter:
     def _position_loaded(self, state: Mapping[str, Any]) -> None:
         """The position was restored from a checkpoint."""
         self._set_seed(self.position.seed)
+        if not self.use_stateful_dataloader and keeps_workers(self.base_dataloader):
+            self.base_dataloader._iterator = None  # that of another run, whatever this one has read
         if not self.use_stateful_dataloader or "loader" not in state or state.get("finished"):
             return
         if not state["batches"] and is_fresh(state["loader"]):  # a new pass draws as it would have drawn
@@ -134,6 +136,23 @@ class DataLoaderAdapter:
             return batches_in(state)
         self.base_dataloader.load_state_dict(dict(state))
         return None
+
+    def _is_open(self) -> bool:
+        """Whether torch has an iterator for the next pass already, or the saved run would have one."""
+        base = self.base_dataloader
+        return keeps_workers(base) and (self.position.was_open or base._iterator is not None)
+
+    def _whole(self) -> Iterator[Any]:
+        """An iterator over all of the base loader: the one that torch keeps, where workers stay."""
+        base, position = self.base_dataloader, self.position
+        if not keeps_workers(base) or self.use_stateful_dataloader:
+            return iter(base)
+        if position.reused is None:
+            position.reused = self._is_open()
+        if position.reused and base._iterator is None:
+            base._iterator = opened_as_kept(base, position)
+            return base._iterator
+        return iter(base)
 
     def _layout(self) -> dict[str, Any] | None:
         """How it is split over the ranks, where that is known."""
@@ -271,6 +290,20 @@ def clone_loader(loader: Any, **replaced: Any) -> Any:
     twin = copy.copy(loader)
     twin.__dict__.update(replaced, _iterator=None)  # torch refuses these attributes by assignment
     return twin
+
+
+def keeps_workers(loader: Any) -> bool:
+    """Whether torch keeps one iterator of the loader for all passes, whose workers stay."""
+    return bool(loader.num_workers and loader.persistent_workers) and not iterates_itself(loader)
+
+
+def opened_as_kept(loader: Any, position: LoaderPosition) -> Any:
+    """A new iterator that draws what one would have drawn that was kept from an earlier pass: the order alone, and no seed for its workers."""
+    states = position.generator_states()
+    indices = DrawnAsBefore(index_sampler(loader), lambda: position.put_back(states))
+    batches = iter(with_indices(loader, indices))
+    indices.go_back = None  # it may be kept itself
+    return batches
 
 
 def is_stream(loader: Any) -> bool:

@@ -26,6 +26,7 @@ from acc_trainer.data.adapter import (
     index_sampler,
     is_stream,
     iterates_itself,
+    opened_as_kept,
     replace_sampler,
     with_indices,
 )
@@ -42,7 +43,13 @@ from acc_trainer.data.samplers import (
 )
 from acc_trainer.data.shard import BatchSamplerShard, IndexShard, IterableDatasetShard, Tail
 from acc_trainer.data.shares import tail_of_shares
-from acc_trainer.data.skipping import END, Skipped, dropping, first_read, replaying
+from acc_trainer.data.skipping import (
+    END,
+    Skipped,
+    dropping,
+    first_read,
+    replaying,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +170,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
     def set_epoch(self, epoch: int) -> None:
         """The next pass is epoch `epoch`; told to the batch sampler, the sampler and the data set where they listen."""
         self.position.set_epoch(epoch)
-        self._tell_epoch(epoch)
+        self._tell_epoch(self.position.epoch)
 
     def _tell_epoch(self, epoch: int) -> None:
         base = self.base_dataloader
@@ -241,7 +248,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             return self._in_step(self._open(skip, replay, itself, skipped), skipped, skip)
         total = exact_length(self.base_dataloader)
         if total is None and self._by_index and not self.base_dataloader.num_workers:
-            ahead = OneAhead(index_sampler(self.base_dataloader))
+            ahead = self.position.reader = OneAhead(self.position.following)
             return self._indices_ahead(self._open(skip, replay, itself, skipped, ahead), skip, ahead)
         if total is None:
             return self._one_ahead(self._open(skip, replay, itself), skip)
@@ -256,11 +263,16 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         return not (is_stream(base) or iterates_itself(base) or self.use_stateful_dataloader)
 
     def _open(
-        self, skip: int, replay: bool, itself: bool, skipped: Skipped | None = None, indices: Any = None
+        self,
+        skip: int,
+        replay: bool,
+        itself: bool,
+        skipped: Skipped | None = None,
+        ahead: OneAhead | None = None,
     ) -> Iterator[Any]:
-        """An iterator over the base loader from batch `skip` on; `skipped` is told what the pass would have begun with.
+        """The iterator of a pass over the base loader from batch `skip` on; `skipped` is told what the pass would have begun with.
 
-        `indices` are read in place of the base loader's own.
+        `ahead` reads the indices of one more batch.
         """
         base = self.base_dataloader
         if itself and self.position.drops is not None:
@@ -271,14 +283,21 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         skipped = skipped if skipped is not None else Skipped()
         with replaying(self.position) if replay else contextlib.nullcontext():
             if not self._by_index:
-                return dropping(iter(base), skip, skipped)
+                return dropping(self._whole(), skip, skipped)
             if not replay and not skip:
-                return iter(base if indices is None else with_indices(base, indices))
-            indices = index_sampler(base) if indices is None else indices
+                return (
+                    self._whole()
+                    if ahead is None
+                    else iter(with_indices(base, ahead.over(index_sampler(base))))
+                )
+            indices = index_sampler(base)
             rest = skipped.indices = (
-                ResumedIndices(indices, skip) if replay else SkipBatchSampler(indices, skip)
+                ResumedIndices(indices, skip, self.position.following)
+                if replay
+                else SkipBatchSampler(indices, skip)
             )
-            batches = iter(with_indices(base, rest))
+            loader = with_indices(base, rest if ahead is None else ahead.over(rest))
+            batches = opened_as_kept(loader, self.position) if self.position.reused else iter(loader)
             if isinstance(rest, ResumedIndices):
                 rest.prime()
             return batches

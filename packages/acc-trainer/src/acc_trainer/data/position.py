@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from acc_ops.arguments import at_least_0
 from acc_trainer.data.draws import drawn_so_far, put_back, to_save
 
 
@@ -40,6 +41,7 @@ class LoaderPosition:
         "ends_window",
         "epoch",
         "first",
+        "following",
         "generator",
         "goes_on",
         "is_last",
@@ -47,15 +49,18 @@ class LoaderPosition:
         "not_dealt",
         "outlasted",
         "padding",
+        "reader",
         "real",
         "remainder",
         "replay",
         "resumed",
+        "reused",
         "rng",
         "saved_batches",
         "seed",
         "sizes",
         "waiting",
+        "was_open",
     )
 
     def __init__(self, epoch: int = 0, seed: int | None = None) -> None:
@@ -75,6 +80,13 @@ class LoaderPosition:
         self.ahead: Mapping[str, Any] | None = None
         # `ahead` of the saved run: this pass begins with that batch
         self.resumed: Mapping[str, Any] | None = None
+        # what gives the indices of this pass, where it reads one batch of them ahead, and that batch of the saved run
+        self.reader: Any = None
+        self.following: Any = None
+        # workers that stay: whether torch had an iterator already when this pass began (one that is made draws a seed for them), and whether
+        # the loaded run would have one for its next pass
+        self.reused: bool | None = None
+        self.was_open = False
         self.replay = False  # the next pass repeats a saved epoch: use `rng`
         # a stateful loader was given a state, from which its next pass continues by itself
         self.goes_on = False
@@ -121,8 +133,11 @@ class LoaderPosition:
             behind = False  # the rest of the saved epoch, of which nothing is left
         if behind:
             self.epoch += 1
-        if self._reopens and not behind:
-            self._go_back_to_start()
+        again = (self._reopens or self.replay) and not behind
+        if again and self._reopens:
+            self.put_back(self.rng or {})
+        if not again:
+            self.reused = None
         self.waiting, self._reopens = None, False
         self.outlasted = False
         if behind or not deals:
@@ -131,14 +146,16 @@ class LoaderPosition:
             self.first = None
         self.replay = replay = self.replay and not behind
         self.resumed = self.ahead if replay and skip == self.batches else None
-        self.ahead = None
+        self.ahead = self.reader = None
+        if not (replay and skip == self.batches):
+            self.following = None
         self._loaded = self._at_end = False
         self._start = self.batches = skip
         self.is_last = self.ends_window = False
         self.padding = 0
         self.real = self.sizes = None
         if not replay:
-            self.rng = self._generator_states()
+            self.rng = self.generator_states()
         return replay
 
     def start(self) -> None:
@@ -159,7 +176,7 @@ class LoaderPosition:
         self.batches = self._start = 0
         self.is_last = False
         self.close()
-        self.rng = self.ahead = self.dealt = self.first = None
+        self.rng = self.ahead = self.dealt = self.first = self.reader = self.following = None
         self.outlasted = False
 
     def note_reading_ahead(self) -> None:
@@ -175,7 +192,11 @@ class LoaderPosition:
         self.real = self.sizes = None
 
     def set_epoch(self, epoch: int) -> None:
-        """The next pass is epoch `epoch`, from its first batch unless it is told to skip. In the middle of a saved one nothing changes."""
+        """The next pass is epoch `epoch`, from its first batch unless it is told to skip. In the middle of a saved one nothing changes.
+
+        TypeError for what is no whole number, ValueError for one below 0.
+        """
+        epoch = at_least_0(epoch, "epoch")
         self.waiting, self._reopens = None, False
         if self.goes_on:  # where it goes on from is in the stateful loader
             self.epoch = epoch
@@ -185,7 +206,7 @@ class LoaderPosition:
         self.epoch = epoch
         self.batches = self._start = 0
         self._loaded = self.replay = self._at_end = False
-        self.ahead = self.dealt = None
+        self.ahead = self.dealt = self.reader = self.following = None
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs to continue this loader; plain numbers and tensors."""
@@ -201,6 +222,8 @@ class LoaderPosition:
         loader = self._owner()
         if loader is not None:
             state["layout"] = loader._layout()
+            if loader._is_open():
+                state["was_open"], state["reused"] = True, bool(self.reused)
         if self.dealt is not None:
             state["dealt"] = self.dealt
         if self.first is not None and not finished and _is_plain(self.first):
@@ -211,6 +234,9 @@ class LoaderPosition:
             state["rng"] = None if self.rng is None else to_save(self.rng)
             if self.ahead is not None:
                 state["ahead"] = to_save(self.ahead)
+            following = self.following if self.reader is None else self.reader.following
+            if loader is not None and following is not None and _is_plain(following):
+                state["following"] = {"rank": loader.world.rank, "indices": following}
         elif self.generator is not None:
             state["generator"] = self.generator.get_state()
         if self._inner is not None:
@@ -238,7 +264,12 @@ class LoaderPosition:
             self.seed = int(state["seed"])
         self.rng = state.get("rng")
         self.ahead = state.get("ahead")
+        self.reader, self.following = None, None
+        following = state.get("following")
+        if loader is not None and following is not None and following["rank"] == loader.world.rank:
+            self.following = following["indices"]
         self.waiting, self._reopens = None, bool(state.get("reopens"))
+        self.was_open, self.reused = bool(state.get("was_open")), bool(state.get("reused"))
         self.replay = self.rng is not None and not self._reopens
         if self.generator is not None and state.get("generator") is not None:
             self.generator.set_state(state["generator"])
@@ -251,7 +282,7 @@ class LoaderPosition:
         """The loaded epoch, of a run that was split in another way, begins with its first batch; `why` says that this cannot be mended."""
         self.not_dealt = why
         self.batches = self._start = 0
-        self.ahead = self.dealt = None
+        self.ahead = self.dealt = self.following = None
         self.replay = self._reopens = self.goes_on = False
 
     def deal(self, before: list[Any], seed: int | None) -> None:
@@ -269,14 +300,14 @@ class LoaderPosition:
         waiting = None if self.waiting is None else self.waiting()
         return waiting is not None and waiting.gi_frame is not None
 
-    def _go_back_to_start(self) -> None:
-        """Let the generators go on from where they were when the saved pass was begun."""
-        states = self.rng or {}
+    def put_back(self, states: Mapping[str, Any]) -> None:
+        """Let the generators go on from `states`."""
         put_back(states)
         if self.generator is not None and "generator" in states:
             self.generator.set_state(states["generator"])
 
-    def _generator_states(self) -> dict[str, Any]:
+    def generator_states(self) -> dict[str, Any]:
+        """Where the generators are that the order of a pass may be drawn from."""
         states = drawn_so_far()
         if self.generator is not None:
             states["generator"] = self.generator.get_state()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -177,11 +177,13 @@ class ResumedIndices:
     """The indices of a saved epoch from batch `skip` on; `prime` makes the sampler draw its order at once.
 
     A pass that repeats a saved epoch draws the order from the generator as it was then, but must read the data with the generator
-    as it is now, so the two have to come apart.
+    as it is now, so the two have to come apart. `following` is what the saved run had drawn next, where that is known: a sampler that draws
+    while it is read, from a generator that others draw from as well, does not draw it again.
     """
 
-    def __init__(self, sampler: Any, skip: int) -> None:
+    def __init__(self, sampler: Any, skip: int, following: Any = None) -> None:
         self._rest = SkipBatchSampler(sampler, skip)
+        self._following = following
         self._started: _Ahead | None = None
 
     @property
@@ -199,26 +201,51 @@ class ResumedIndices:
     def prime(self) -> None:
         """Draw the order of the pass that was begun."""
         if self._started is not None:
-            self._started.prime()
+            self._started.prime(self._following)
 
 
-class OneAhead:
-    """Indices of which one more is read than was given, so that `ended` tells whether any follow."""
+class DrawnAsBefore:
+    """Indices that an iterator over them, while it is made, draws as if it had drawn nothing before: `go_back` puts the generators back first."""
 
-    def __init__(self, indices: Any) -> None:
+    def __init__(self, indices: Any, go_back: Callable[[], None]) -> None:
         self._indices = indices
-        self.ended = False
+        self.go_back: Callable[[], None] | None = go_back
 
     def __len__(self) -> int:
         return len(self._indices)
 
     def __iter__(self) -> Iterator[Any]:
+        if self.go_back is not None:
+            self.go_back()
+        return iter(self._indices)
+
+
+class OneAhead:
+    """Indices of which one more is read than was given: `following`, as it was told before anything was read. `ended` tells whether any follow."""
+
+    def __init__(self, following: Any = None) -> None:
+        self._indices: Any = ()
+        self.following = following
+        self.ended = False
+
+    def over(self, indices: Any) -> OneAhead:
+        """The same, reading `indices`."""
+        self._indices = indices
+        return self
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._read(iter(self._indices))  # begun now, as torch does
+
+    def _read(self, rest: Iterator[Any]) -> Iterator[Any]:
         none = object()
-        rest = iter(self._indices)
         item = next(rest, none)
         while item is not none:
             following = next(rest, none)
             self.ended = following is none
+            self.following = None if self.ended else following
             yield item
             item = following
 
@@ -230,9 +257,12 @@ class _Ahead:
         self._rest = rest
         self._held: list[Any] = []
 
-    def prime(self) -> None:
+    def prime(self, instead: Any = None) -> None:
+        """Fetch it, and hand out `instead` where that is given."""
         if not self._held:
             self._held.extend(itertools.islice(self._rest, 1))
+            if self._held and instead is not None:
+                self._held[0] = instead
 
     def __iter__(self) -> Iterator[Any]:
         return self

@@ -6,7 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from acc_trainer.data.adapter import DataLoaderAdapter, DataLoaderStateMixin, clone_loader, with_indices
+from acc_trainer.data.adapter import (
+    DataLoaderAdapter,
+    DataLoaderStateMixin,
+    clone_loader,
+    with_indices,
+)
 from acc_trainer.data.draws import as_then
 from acc_trainer.data.position import LoaderPosition
 from acc_trainer.data.samplers import check_skip
@@ -70,10 +75,8 @@ def dropping(batches: Iterator[Any], count: int, skipped: Skipped | None = None)
 @contextmanager
 def replaying(position: LoaderPosition) -> Iterator[None]:
     """Inside, the generators are as they were when the saved epoch began; afterwards as they are now."""
-    states = position.rng or {}
-    with as_then(states):
-        if position.generator is not None and "generator" in states:
-            position.generator.set_state(states["generator"])
+    with as_then({}):
+        position.put_back(position.rng or {})
         yield
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from acc_ops.world import World
+from acc_plugins.support import UnsupportedError
 from acc_trainer.data.adapter import index_sampler
 
 logger = logging.getLogger(__name__)
@@ -15,17 +16,36 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def join_uneven_inputs(
-    joinables: Sequence[Any], even_batches: bool | None, loaders: Sequence[Any], world: World
+    joinables: Sequence[Any],
+    even_batches: bool | None,
+    loaders: Sequence[Any],
+    world: World,
+    waits_for_all: bool = False,
 ) -> Iterator[None]:
     """Inside, a rank that runs out of batches shadows the collectives of the others.
 
-    `even_batches` overrides that option for the map-style loaders, and is put back afterwards; loaders that have none are left alone.
+    `even_batches` overrides that option for the map-style loaders, and is put back afterwards; loaders that have none are left alone. Raises
+    UnsupportedError for models that cannot join where `waits_for_all` says that a rank without a batch would leave the others waiting.
     """
     if world.size == 1:
         yield
         return
+    if waits_for_all:
+        _refuse_shards(joinables)
     with _overridden(loaders, even_batches), _joined(joinables):
         yield
+
+
+def _refuse_shards(joinables: Sequence[Any]) -> None:
+    from torch.distributed.algorithms.join import Joinable  # noqa: PLC0415
+
+    alone = next((one for one in joinables if not isinstance(one, Joinable)), None)
+    if alone is not None:
+        raise UnsupportedError(
+            f"join_uneven_inputs cannot join {type(alone).__name__}: under this strategy all ranks compute every step together, and would wait for ever "
+            "for one that has run out of batches. Give all of them the same number: even_batches=True (the default), or drop_last=True in the "
+            "DataLoader"
+        )
 
 
 @contextmanager

@@ -44,7 +44,9 @@ def _plugins(flag: str, default: Any = None, **more: Any) -> Any:
     return option(default, **{**kept, **more})
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(
+    frozen=True, kw_only=True, init=False, repr=False, eq=False
+)  # declares only: LaunchOptions has the methods
 class EngineOptions:
     """What can be said to `acc launch` about engines."""
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import argparse
 import logging
+from collections.abc import Iterable
 
 from acc_ops.environment import parse_choice_from_env
 from acc_ops.option_text import text_of
-from acc_ops.options import options_of
+from acc_ops.options import options_of, resolve, to_env
 from acc_ops.processes import get_free_port, is_port_in_use
+from acc_plugins.options.fp8 import LinearOverrides
 
-from .arguments import Arguments
+from .arguments import Arguments, checked
+from .engine_options import check_engines, names_of
 from .errors import LaunchError
 from .options import LaunchOptions
 from .plan import LaunchPlan, make_plan
@@ -35,7 +38,7 @@ def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str]
 
     `LaunchError` (a ValueError) for options that cannot be, and for those of things that are not built yet, MPI among them.
     """
-    plan = _plan(args, num_processes="1", num_machines="1", multi_gpu="false")
+    plan = plan_of(args, num_processes="1", num_machines="1", multi_gpu="false")
     return plan.command(), common_environ(plan, inherited())
 
 
@@ -46,7 +49,7 @@ def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
     one. A port in use: on one machine a warning, and `standalone`; on the first of several `ConnectionError`. `LaunchError` as
     `prepare_simple_launcher_cmd_env`.
     """
-    plan = _plan(args)
+    plan = plan_of(args)
     args.nproc_per_node = str(plan.processes_here)
     args.nnodes = str(plan.num_machines)
     args.node_rank = plan.machine_rank
@@ -66,7 +69,41 @@ def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
     return common_environ(plan, inherited())
 
 
-def _plan(args: argparse.Namespace, **fixed: str) -> LaunchPlan:
+def setup_fp8_env(args: argparse.Namespace, current_env: dict[str, str]) -> dict[str, str]:
+    """`current_env` with the variables of fp8 (`ACCELERATE_FP8_*`), as `args` has the options `fp8_*`; the same dictionary.
+
+    An option that was not said has the launcher's default. `LaunchError` for a value that cannot be.
+    """
+    options = _add_variables(args, names_of("fp8"), current_env)
+    checked(check_engines, options, 1)
+    current_env.update(to_env(LinearOverrides(*options.fp8_override_linear_precision)))
+    return current_env
+
+
+def prepare_extend_env_parallelism_config(
+    args: argparse.Namespace, current_env: dict[str, str]
+) -> dict[str, str]:
+    """`current_env` with the variables of the axes (`PARALLELISM_CONFIG_*`) and the one that turns them on; the same dictionary.
+
+    An option of `parallelism_config_*` that was not said has the launcher's default. `LaunchError` for a value that cannot be.
+    """
+    args = argparse.Namespace(**{**vars(args), "use_parallelism_config": True})
+    _add_variables(args, ("use_parallelism_config", *names_of("Parallelism")), current_env)
+    return current_env
+
+
+def _add_variables(args: argparse.Namespace, names: Iterable[str], environ: dict[str, str]) -> LaunchOptions:
+    """Write the variables of some options into `environ`; all options, with these as `args` has them."""
+    chosen = {one.name: one for one in options_of(LaunchOptions) if one.name in set(names)}
+    said = {name: text_of(getattr(args, name)) for name in chosen if getattr(args, name, None) is not None}
+    options: LaunchOptions = checked(resolve, LaunchOptions, given=said)
+    variables = {one.env for one in chosen.values()}
+    environ.update({name: text for name, text in to_env(options).items() if name in variables})
+    return options
+
+
+def plan_of(args: argparse.Namespace, **fixed: str) -> LaunchPlan:
+    """What `acc launch` would do with these options; `fixed` ones are said whatever `args` has. `LaunchError` as for the command line."""
     said = {name: value for name, value in vars(args).items() if value is not None}
     for name, value in said.items():
         if turns_on(name, value):

@@ -50,7 +50,9 @@ SECTIONS: dict[str, tuple[str, ...]] = {  # the order of `acc launch --help`
 SHORT = {"-q": "quiet", "-m": "module", "-t": "tee"}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(
+    frozen=True, kw_only=True, init=False, repr=False, eq=False
+)  # declares only: LaunchOptions has the methods
 class GeneralOptions:
     """What runs where, and how."""
 
