@@ -1,7 +1,8 @@
 """Kills a run of two ranks while it saves, again and again, and looks whether a checkpoint was ever lost, mixed or unreadable.
 
 `hatch run campaign` makes 320 kills in about six minutes: of one rank or of both, at random instants (a tenth of them while the run is
-still loading), of runs that save over one name and of runs with automatic names and `total_limit=1`, blocking and in the background.
+still loading), of runs that save over one name and of runs with automatic names and `total_limit=1`, blocking and in the background. With
+`--sharded` some runs are sharded by FSDP2, and in a third of their kills rank 1 dies by itself while it writes its shards.
 After each kill two fresh processes load what is there, check that all of it is of one save, and of one that is not older than the last
 save that had returned, and go on saving until they are killed. Exit code 0 when nothing was found, else 1.
 """
@@ -10,12 +11,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import random
 import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -24,8 +27,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.distributed import checkpoint as dcp
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "integration-tests"))
 from marked_run import MarkedRun, home
@@ -46,13 +51,19 @@ class Way:
 
     named: bool
     background: bool
+    sharded: bool = False
 
     def __str__(self) -> str:
         how = "in the background" if self.background else "blocking"
-        return f"{'over one name' if self.named else 'automatic names, one stays'}, {how}"
+        kind = ", sharded" if self.sharded else ""
+        return f"{'over one name' if self.named else 'automatic names, one stays'}, {how}{kind}"
 
 
 WAYS = [Way(named=named, background=background) for background in (False, True) for named in (True, False)]
+SHARDED = [
+    Way(named=named, background=background, sharded=True)
+    for named, background in ((True, False), (False, True))
+]
 
 
 class Board:
@@ -91,18 +102,28 @@ class Campaign:
         self.folder, self.way, self.chance, self.counts = folder, way, chance, counts
         self.least, self.most = NOTHING, NOTHING  # marks that the next load may find
         self.span_s = 0.15  # kills come within this time after the load
+        self.dies_at = 0  # the part of which rank 1 dies while it writes it
         self.log = folder.with_name(f"{folder.name}.log")
         folder.mkdir()
 
     def kill_once(self) -> None:
         """Start two ranks, let them load and save, and kill one or both of them."""
         board = Board()
+        by_itself = self.way.sharded and self.chance.random() < 1 / 3
+        self.dies_at = self.chance.randint(1, 4) if by_itself else 0
         ranks = self._start(board)
-        loading = self.chance.random() < 0.1 and self.most > NOTHING
+        loading = not by_itself and self.chance.random() < 0.1 and self.most > NOTHING
         with _ended(ranks):
             if loading:
                 time.sleep(self.chance.uniform(0.0, 0.3))
             elif not self._loaded(board, ranks):
+                return
+            elif by_itself:
+                os.waitid(os.P_PID, ranks[1], os.WEXITED | os.WNOWAIT)
+                self.counts.kills["of rank 1 while it writes its shards"] += 1
+                self.counts.kills[self._phase(board, 1)] += 1
+                time.sleep(self.chance.uniform(0.0, GRACE_S))
+                self._settle(board)
                 return
             else:
                 time.sleep(self.chance.uniform(0.0, self.span_s))
@@ -121,7 +142,7 @@ class Campaign:
 
     def end(self) -> None:
         """A last run, that is not killed: it loads and saves once more."""
-        board = Board()
+        board, self.dies_at = Board(), 0
         ranks = self._start(board, last=True)
         with _ended(ranks):
             if self._loaded(board, ranks):
@@ -194,7 +215,7 @@ def run_campaign(kills: int, ways: list[Way], folder: Path, seed: int) -> Counts
     """Make `kills` kills in all, in turn over `ways`, below `folder`."""
     torch.set_num_threads(1)  # a fork takes no other threads along
     warnings.simplefilter("ignore")
-    _warm_up(folder / "warm-up")
+    _warm_up(folder / "warm-up", sharded=any(way.sharded for way in ways))
     chance, counts = random.Random(seed), Counts()
     campaigns = [Campaign(folder / str(index), way, chance, counts) for index, way in enumerate(ways)]
     for kill in range(kills):
@@ -225,7 +246,11 @@ def _be_rank(campaign: Campaign, board: Board, rank: int, port: int, last: bool)
             LOCAL_WORLD_SIZE=str(RANKS),
         )
         way = campaign.way
-        run = MarkedRun(campaign.folder, named=way.named, width=WIDTH, background=way.background)
+        run = MarkedRun(
+            campaign.folder, named=way.named, width=WIDTH, background=way.background, sharded=way.sharded
+        )
+        if campaign.dies_at and rank == 1:
+            _die_writing(campaign.dies_at)
         some = newest_whole(home(campaign.folder, way.named)) is not None
         value = run.load() if some else NOTHING
         board.put(rank, LOADED, value)
@@ -269,14 +294,29 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _warm_up(folder: Path) -> None:
+def _die_writing(number: int) -> None:
+    """Let this process die while it writes its part of the `number`-th folder of shards from now on."""
+    real = dcp.FileSystemWriter.write_data
+    written = itertools.count(1)
+
+    def write_data(writer: Any, *args: Any) -> Any:
+        if next(written) == number:
+            delay_s = random.Random(time.monotonic_ns()).uniform(0.0, 0.004)
+            threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        return real(writer, *args)
+
+    dcp.FileSystemWriter.write_data = write_data
+
+
+def _warm_up(folder: Path, *, sharded: bool) -> None:
     """Load here what every forked process would load again."""
     folder.mkdir()
-    run = MarkedRun(folder, named=True)
-    run.mark(1)
-    run.save()
-    run.load()
-    run.accelerator.end_training()
+    for kind in {False, sharded}:
+        run = MarkedRun(folder / str(kind), named=True, sharded=kind)
+        run.mark(1)
+        run.save()
+        run.load()
+        run.accelerator.end_training()
 
 
 def main() -> int:
@@ -284,8 +324,10 @@ def main() -> int:
     known.add_argument("--kills", type=int, default=320)
     known.add_argument("--seed", type=int, default=17)
     known.add_argument("--no-background", action="store_true", help="blocking saves alone")
+    known.add_argument("--sharded", action="store_true", help="runs that FSDP2 shards, too")
     words = known.parse_args()
-    ways = [way for way in WAYS if not (words.no_background and way.background)]
+    every = WAYS + (SHARDED if words.sharded else [])
+    ways = [way for way in every if not (words.no_background and way.background)]
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         counts = run_campaign(words.kills, ways, Path(folder), words.seed)

@@ -2,7 +2,7 @@
 
 `hatch run isolation [NAME ...]`. For every package: build all wheels, make an empty virtual environment, install the wheel (siblings come
 from the wheels just built, the rest as declared), import every module of it, then add pytest and hypothesis and run the package's own
-tests from a folder outside the workspace. As many packages at a time as there are cores.
+tests from a folder outside the workspace. As many packages at a time as there are cores, or as `--jobs` says.
 """
 
 from __future__ import annotations
@@ -39,14 +39,21 @@ for name in package.__all__:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="packages to try (default: all)")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=os.cpu_count() or 1,
+        help="packages at a time (default: the number of cores)",
+    )
     arguments = parser.parse_args()
     chosen = [package_named(name) for name in arguments.names] or packages()
     with tempfile.TemporaryDirectory(prefix="acc-isolation-") as folder:
         work = Path(folder)
         build([], work / "wheels", sdist=False)
         shutil.copy(ROOT / "tools" / "pytest.ini", work)
-        # mostly waiting for installations and one-threaded tests, so one package a core
-        with ThreadPoolExecutor(min(len(chosen), os.cpu_count() or 1)) as pool:
+        with ThreadPoolExecutor(
+            arguments.jobs
+        ) as pool:  # each mostly waits for an installation, or tests with one thread
             for package, said in zip(chosen, pool.map(lambda one: try_alone(one, work), chosen), strict=True):
                 print(f"{package.name} {package.version}\n{said}", flush=True)
 
