@@ -13,7 +13,7 @@ import sys
 import pytest
 
 PRELUDE = """
-import enum, json, os, pathlib, sys
+import enum, json, os, pathlib, sys, time
 import torch
 from acc_trainer import Accelerator
 
@@ -53,9 +53,11 @@ made = files("wandb/offline-run-*")
 assert len(made) == 2, made
 for folder in made:
     (record,) = folder.glob("run-*.wandb")
-    raw = record.read_bytes()
-    for text in (b"train_loss", b"optimizer", b"adam", b"colour", b"hello"):
-        assert text in raw, text
+    texts = (b"train_loss", b"optimizer", b"adam", b"colour", b"hello")
+    until = time.monotonic() + 30  # the library's own process writes the file
+    while any(text not in record.read_bytes() for text in texts) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert [text for text in texts if text not in record.read_bytes()] == []
     assert list(folder.glob("files/media/images/picture_*.png")) and list(folder.glob("files/media/table/table_*.json"))
 """,
     "trackio": """

@@ -63,7 +63,8 @@ def test_nothing_imports_the_library_we_answer_for(root: Path) -> None:
     offenders = [
         str(p.relative_to(root))
         for p in files
-        if "acc-compat" not in p.parts and pattern.search(p.read_text())
+        # round_trips.py runs itself in an environment that has the library, to compare files; no test does
+        if "acc-compat" not in p.parts and p.name != "round_trips.py" and pattern.search(p.read_text())
     ]
     assert offenders == []
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from acc_ops.enums import CustomDtype
-from acc_ops.units import convert_bytes, convert_file_size_to_int, dtype_byte_size
+from acc_ops.shown_bytes import convert_bytes
+from acc_ops.units import convert_file_size_to_int, dtype_byte_size
 
 
 @pytest.mark.parametrize(

@@ -226,7 +226,7 @@ _NAMES = {
     "has_repeated_blocks": "regions",
     "is_compiled_module": "regions",
     "is_repeated_blocks": "regions",
-    "convert_bytes": "units",
+    "convert_bytes": "shown_bytes",
     "convert_file_size_to_int": "units",
     "dtype_byte_size": "units",
     "extract_model_from_parallel": "unwrap",

@@ -151,7 +151,7 @@ from .regions import has_compiled_regions as has_compiled_regions
 from .regions import has_repeated_blocks as has_repeated_blocks
 from .regions import is_compiled_module as is_compiled_module
 from .regions import is_repeated_blocks as is_repeated_blocks
-from .units import convert_bytes as convert_bytes
+from .shown_bytes import convert_bytes as convert_bytes
 from .units import convert_file_size_to_int as convert_file_size_to_int
 from .units import dtype_byte_size as dtype_byte_size
 from .unwrap import extract_model_from_parallel as extract_model_from_parallel

@@ -9,7 +9,6 @@ import re
 import torch
 
 from acc_ops.enums import CustomDtype
-from acc_ops.shown_bytes import convert_bytes as convert_bytes
 
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*(?:([kmgtpe]?)(i?)(b))?\s*", re.IGNORECASE)
 _POWERS = {prefix: power for power, prefix in enumerate(("", "k", "m", "g", "t", "p", "e"))}

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from acc_ops.units import convert_bytes
+from acc_ops.shown_bytes import convert_bytes
 from acc_plugins.simulate.traffic import Traffic
 
 
