@@ -111,8 +111,8 @@ def stepping(model: nn.Module) -> None:
 
         def beside() -> float:
             accelerator.save_state(f"{folder}/c", blocking=False)
-            thread: Any = accelerator._background._thread
-            got = rate(thread.is_alive)
+            writing: Any = accelerator._background
+            got = rate(lambda: bool(writing.is_writing))
             accelerator.wait_for_save()
             return got
 
