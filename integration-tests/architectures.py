@@ -92,7 +92,7 @@ class Architecture:
         """One forward, and a greedy generation that goes through the model's cache."""
         found = {"forward": self.forward(model)}
         if self.generates:
-            made = model.generate(  # type: ignore[operator]
+            made = model.generate(
                 IDS, max_new_tokens=4, do_sample=False, return_dict_in_generate=True, output_logits=True
             )
             found.update(tokens=made.sequences, steps=torch.stack(made.logits))
@@ -143,7 +143,7 @@ def by_layer(model: nn.Module, architecture: Architecture) -> dict[str, Any]:
     """Every other layer on the disk, but for one module deep in one of them."""
     layers = model.get_submodule(architecture.layers)
     homes = {f"{architecture.layers}.{name}": ("cpu", "disk")[int(name) % 2] for name in layers._modules}
-    inner = next(name for name, tensor in layers[1].named_parameters()).rpartition(".")[0]  # type: ignore[index]
+    inner = next(name for name, tensor in layers[1].named_parameters()).rpartition(".")[0]
     return {"": "cpu", **homes, f"{architecture.layers}.1.{inner}": "cpu"}
 
 

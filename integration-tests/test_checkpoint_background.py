@@ -75,14 +75,14 @@ def a_rank_that_cannot_write_is_an_error_on_all(folder: str) -> None:
     run[0].save_state()
     write = TorchFilePart.write
     if run[0].process_index == 1:
-        TorchFilePart.write = _no_space  # type: ignore[method-assign]
+        TorchFilePart.write = _no_space
     run[0].save_state(blocking=False)
     _train(run, 2)
     with pytest.raises(
         CheckpointError, match=r"checkpoint_1 failed in the background.*No space left on device"
     ):
         run[0].save_state()
-    TorchFilePart.write = write  # type: ignore[method-assign]
+    TorchFilePart.write = write
     dist.barrier()
     assert os.listdir(os.path.join(folder, "checkpoints")) == ["checkpoint_0"]
     assert run[0].save_state(blocking=False).endswith("checkpoint_1")

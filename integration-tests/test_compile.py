@@ -65,7 +65,7 @@ def forget() -> None:
 def accelerator_for(how: str, precision: str = "no") -> Accelerator:
     regional = HOW[how]
     plugin = TorchDynamoPlugin(
-        backend="NO" if regional is None else "EAGER",  # type: ignore[arg-type]  # text is read
+        backend="NO" if regional is None else "EAGER",  # text is read
         use_regional_compilation=regional,
     )
     return Accelerator(

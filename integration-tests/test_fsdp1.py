@@ -324,7 +324,7 @@ def _mixed_precision() -> None:
         model = nn.Sequential(Spy(4, 4), nn.Linear(4, 1)).to(dtype)  # its own weights in few bits
         logger, records = logging.getLogger("acc_plugins.strategies.fsdp1"), []
         handler = logging.Handler()
-        handler.emit = records.append  # type: ignore[method-assign]
+        handler.emit = records.append
         logger.addHandler(handler)
         optimizer = _sgd(model.parameters())
         (wrapped,) = strategy.prepare(Bundle(models=[model], optimizers=[optimizer])).models

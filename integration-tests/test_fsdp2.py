@@ -142,11 +142,11 @@ class Model(nn.Module):
         self.register_buffer("shift", torch.rand(16), persistent=False)
         if tied:
             self.head.weight = self.emb.weight
-            self.last.fc.weight = self.groups["a"][0].fc.weight  # type: ignore[index]
+            self.last.fc.weight = self.groups["a"][0].fc.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.emb(tokens)
-        for block in [*self.groups["a"], self.last]:  # type: ignore[misc]
+        for block in [*self.groups["a"], self.last]:
             x = block(x)
         out: Tensor = self.head(x) * self.scale + self.shift
         return out
@@ -214,7 +214,7 @@ def weights_that_units_share_stay_one() -> None:
     strategy = _fsdp2(**BY_CLASS)
     model, *others = _prepared(strategy, _made(tied=True))
     _trains_alike(strategy, model, *others)
-    assert model.head.weight is model.emb.weight  # type: ignore[union-attr]
+    assert model.head.weight is model.emb.weight
     found = [name for name, part in model.named_modules() if isinstance(part, FSDPModule)]
     assert found == ["", "groups.a.1"]
 
@@ -230,7 +230,7 @@ def only_rank_0_has_the_weights() -> None:
         kind = torch.optim.Adam if tied else torch.optim.Adagrad  # which makes its state at once, on meta too
         optimizer, own = (kind(m.parameters(), lr=0.01) for m in (model, reference))
         made = strategy.prepare(Bundle(models=[model], optimizers=[optimizer]))
-        assert made.models[0].shift.equal(reference.shift)  # type: ignore[union-attr]
+        assert made.models[0].shift.equal(reference.shift)
         _trains_alike(strategy, made.models[0], made.optimizers[0], reference, own)
         assert (model.head.weight is model.emb.weight) == tied
 
@@ -282,7 +282,7 @@ def ignored_modules_may_be_unfrozen_later() -> None:
     strategy = _fsdp2(**BY_CLASS, ignored_modules="last")
     made = _prepared(strategy, model)
     for one in (made[0], made[2]):
-        one.last.requires_grad_(True)  # type: ignore[union-attr]
+        one.last.requires_grad_(True)
     _trains_alike(strategy, *made)
 
 
@@ -394,9 +394,9 @@ def trained_weights_become_float32_under_mixed_precision_and_frozen_ones_do_not(
     strategy = _fsdp2(choose_precision("bf16", "cpu"), **BY_CLASS)
     (made,) = strategy.prepare(Bundle(models=[model])).models
     assert {p.dtype for p in made.parameters() if p.requires_grad} == {torch.float32}
-    assert made.emb.weight.dtype is torch.bfloat16  # type: ignore[union-attr]
+    assert made.emb.weight.dtype is torch.bfloat16
     seen: list[torch.dtype] = []
-    made.last.fc.register_forward_hook(lambda fc, _, out: seen.extend((fc.weight.dtype, out.dtype)))  # type: ignore[union-attr]
+    made.last.fc.register_forward_hook(lambda fc, _, out: seen.extend((fc.weight.dtype, out.dtype)))
     out = made(torch.arange(8).view(2, 4))
     strategy.backward(out.mean())
     assert (out.dtype, seen) == (torch.float32, [torch.bfloat16, torch.bfloat16])

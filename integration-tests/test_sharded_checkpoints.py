@@ -103,7 +103,10 @@ def mesh_of(world: World, **sizes: int) -> dict[str, Any]:
     return {"parallelism": parallelism, "mesh": parallelism.build_device_mesh(world.device.type)}
 
 
-SINGLE: Choosing = lambda world: Strategy(world, Precision())  # noqa: E731
+def single(world: World) -> Strategy:
+    return Strategy(world, Precision())
+
+
 ON_TWO: dict[str, Choosing] = {
     "ddp": lambda world: DDPStrategy(world, Precision()),
     "fsdp1 flat": lambda world: FSDP1Strategy(world, Precision(), plugin(1, FULL)),
@@ -168,7 +171,7 @@ def assert_goes_on(choose: Choosing, optimizing: Optimizing, folder: Path, expec
 
 def reference(optimizing: Optimizing) -> list[float]:
     """The losses after the save of a run on one device."""
-    run = Run(SINGLE, optimizing)
+    run = Run(single, optimizing)
     run.train(0, BEFORE)
     return run.train(BEFORE, AFTER)
 
@@ -194,14 +197,14 @@ def _run_all(functions: list[Callable[[Path], None]], home: Path) -> None:
 
 def test_every_strategy_loads_what_every_other_one_saved_on_any_number_of_ranks(tmp_path: Path) -> None:
     for kind, optimizing in OPTIMIZERS.items():
-        run = Run(SINGLE, optimizing)
+        run = Run(single, optimizing)
         run.train(0, BEFORE)
         run.save(tmp_path / kind / "single")
     run_processes(2, _run_all, ON_TWO_RANKS, tmp_path, timeout_s=300)
     run_processes(4, _run_all, ON_FOUR_RANKS, tmp_path, timeout_s=300)
     for kind, optimizing in OPTIMIZERS.items():
         for writer in [*ON_TWO, *(ON_FOUR if optimizing is in_two_groups else ())]:  # 2 -> 1 and 4 -> 1
-            assert_goes_on(SINGLE, optimizing, tmp_path / kind / writer, reference(optimizing))
+            assert_goes_on(single, optimizing, tmp_path / kind / writer, reference(optimizing))
 
 
 def _four_from_one_and_two(home: Path) -> None:

@@ -84,7 +84,6 @@ ON_TWO: dict[str, Options] = {
     "fsdp1, flat": lambda: {"fsdp_plugin": plugin(1, FULL, use_orig_params=False)},
     "tp": lambda: {"parallelism_config": ParallelismConfig(tp_size=2)},
 }
-DDP: Options = lambda: {"kwargs_handlers": [DistributedDataParallelKwargs(find_unused_parameters=True)]}  # noqa: E731
 ON_FOUR: dict[str, Options] = {
     "fsdp2 x tp": lambda: {
         "fsdp_plugin": plugin(2, SHARDED),
@@ -95,6 +94,10 @@ ON_FOUR: dict[str, Options] = {
         "parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2),
     },
 }
+
+
+def ddp() -> dict[str, Any]:
+    return {"kwargs_handlers": [DistributedDataParallelKwargs(find_unused_parameters=True)]}
 
 
 class Run:
@@ -179,7 +182,7 @@ def _same_runs(every: dict[str, Options], home: str, draws: int) -> None:
 
 
 def _other_layouts_lose_the_window_and_say_so(home: str) -> None:
-    run = Run(DDP, seed=3)
+    run = Run(ddp, seed=3)
     run.train(2, 2, f"{home}/window")
     run.end()
     for name in ("fsdp2, sharded files", "fsdp1"):
@@ -220,7 +223,7 @@ def _going_back_drops_what_is_held(home: str) -> None:
 def _windows_that_end_early_are_those_of_ddp() -> None:
     """What FSDP2 holds back is dropped with a window that was broken off, and counts in the mean of a short one."""
     results = []
-    for options in (DDP, ON_TWO["fsdp2, sharded files"], ON_TWO["fsdp1"]):
+    for options in (ddp, ON_TWO["fsdp2, sharded files"], ON_TWO["fsdp1"]):
         accumulation = GradientAccumulationPlugin(num_steps=4, average_short_window=True)
         run = Run(options, seed=3, gradient_accumulation_plugin=accumulation, gradient_accumulation_steps=1)
         run.model.eval()
@@ -242,7 +245,7 @@ def _windows_that_end_early_are_those_of_ddp() -> None:
 
 def _ddp_then_fsdp2(home: str) -> list[float]:
     """The samples of this rank in the first part of an epoch."""
-    run = Run(DDP, seed=3, window=1)
+    run = Run(ddp, seed=3, window=1)
     run.train(3, 3, f"{home}/ddp")
     seen = run.end().seen
     run = Run(ON_TWO["fsdp2, sharded files"], seed=4, window=1).load(f"{home}/ddp")

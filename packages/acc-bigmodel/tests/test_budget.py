@@ -172,4 +172,4 @@ def test_a_new_kind_of_single_device_needs_a_row_and_no_other_edit() -> None:
 
 def test_budgets_that_are_no_mapping_are_refused_with_an_example() -> None:
     with pytest.raises(ValueError, match=r"max_memory is \[100\], but must map devices to sizes"):
-        get_max_memory([100])  # type: ignore[arg-type]
+        get_max_memory([100])

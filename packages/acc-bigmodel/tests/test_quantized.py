@@ -32,7 +32,7 @@ class Int8Params(nn.Parameter):
         made.SCB = SCB
         return made
 
-    def to(self, device: torch.device, **_: Any) -> Int8Params:  # type: ignore[override]
+    def to(self, device: torch.device, **_: Any) -> Int8Params:
         if self.dtype == torch.int8:
             return Int8Params(self.data.to(device), SCB=self.SCB)
         values = self.data.to(device)

@@ -122,7 +122,7 @@ def check_broadcast_then_gather(spec: Spec, root: int) -> None:
 
 def outside(tensor: Tensor) -> bytes:
     """What the memory of a view holds beside its elements."""
-    storage = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())  # type: ignore[call-overload]
+    storage = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
     count = len(storage) // tensor.element_size()
     beside = torch.ones(count, dtype=torch.bool)
     beside.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(False)

@@ -81,13 +81,13 @@ class Color(Enum):
 Pair = namedtuple("Pair", "left right")
 
 
-class Rows(list):  # type: ignore[type-arg]
+class Rows(list):
     """A list that carries something."""
 
     note = ""
 
 
-class Output(OrderedDict):  # type: ignore[type-arg]
+class Output(OrderedDict):
     """Like transformers' ModelOutput: keys are attributes, too."""
 
     def __setitem__(self, key: str, value: Any) -> None:
@@ -95,7 +95,7 @@ class Output(OrderedDict):  # type: ignore[type-arg]
         super().__setattr__(key, value)
 
 
-class Encoding(UserDict):  # type: ignore[type-arg]
+class Encoding(UserDict):
     """Like transformers' BatchEncoding: a UserDict with other attributes."""
 
     note = ""
@@ -185,7 +185,7 @@ KINDS: dict[str, Kind] = {
     "deque": Kind(lambda _, v: deque(v)),
     "pair": Kind(lambda _, v: Pair(*v), lambda data: [data.left, data.right], size=2),
     "max": Kind(
-        lambda _, v: torch.return_types.max(v),  # type: ignore[attr-defined]
+        lambda _, v: torch.return_types.max(v),
         lambda data: [data.values, data.indices],
         size=2,
     ),

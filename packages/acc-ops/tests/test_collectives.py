@@ -130,9 +130,9 @@ def test_wrong_arguments_are_named(size: int) -> None:
     wrong: Any = "2"
     for call, said in [
         (lambda: reduce(torch.ones(1), "sum", wrong), "scale must be a number, got '2'"),
-        (lambda: reduce(torch.ones(1), "sum", None), "scale must be a number, got None"),  # type: ignore[arg-type]
-        (lambda: pad_across_processes(torch.ones(1), dim=None), "dim must be a whole number, got None"),  # type: ignore[arg-type]
-        (lambda: pad_across_processes(torch.ones(1), dim=1.5), "dim must be a whole number, got 1.5"),  # type: ignore[arg-type]
+        (lambda: reduce(torch.ones(1), "sum", None), "scale must be a number, got None"),
+        (lambda: pad_across_processes(torch.ones(1), dim=None), "dim must be a whole number, got None"),
+        (lambda: pad_across_processes(torch.ones(1), dim=1.5), "dim must be a whole number, got 1.5"),
     ]:
         with pytest.raises(TypeError, match=said):
             run_threads(size, call)

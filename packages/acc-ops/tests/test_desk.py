@@ -85,7 +85,7 @@ def test_for_ranks_of_one_machine_no_other_machine_is_listened_to() -> None:
     bound = {one: each._socket.getsockname()[0] for one, each in desk._desks.items()}
     assert bound[True] == "127.0.0.1"
     assert bound[False] in ("::", "0.0.0.0")
-    assert (ask(near, {}), ask(far, {})["said"]) == ({}, "here")  # type: ignore[index]
+    assert (ask(near, {}), ask(far, {})["said"]) == ({}, "here")
 
 
 def test_answering_keeps_no_process_alive_and_runs_beside_a_busy_main_thread() -> None:

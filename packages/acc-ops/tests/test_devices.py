@@ -131,7 +131,7 @@ def test_the_cpu_has_no_index(given: str | torch.device) -> None:
 @pytest.mark.parametrize("given", ["disk", "cuda:x", -1, True, 1.5, None])
 def test_what_is_no_device_is_named(given: object) -> None:
     with pytest.raises(DeviceError, match=str(given)):
-        canonical_device(given)  # type: ignore[arg-type]
+        canonical_device(given)
 
 
 def test_an_unknown_kind_lists_the_known_ones() -> None:

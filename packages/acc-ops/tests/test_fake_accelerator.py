@@ -156,8 +156,8 @@ def _train(model: nn.Module, batch: torch.Tensor) -> tuple[list[torch.Tensor], t
 @pytest.mark.parametrize("name", ["mlp", "convolution", "transformer", "lstm"])
 def test_training_gives_what_it_gives_on_the_cpu(fake: FakeAccelerator, name: str) -> None:
     class Lstm(nn.LSTM):
-        def forward(self, batch: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            return super().forward(batch)[0]  # type: ignore[no-any-return]
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            return super().forward(batch)[0]
 
     models = {
         "mlp": (nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 2)), (3, 4)),
@@ -252,7 +252,7 @@ def test_threads_share_it_and_train_on_it(fake: FakeAccelerator) -> None:
         (weight * (index + 1)).sum().backward()
         assert weight.grad is not None
         assert weight.grad.device == fake.devices[index]
-        return weight.grad.tolist()  # type: ignore[no-any-return]
+        return weight.grad.tolist()
 
     from acc_ops import current_world
 

@@ -86,7 +86,7 @@ def test_lists_of_different_length_are_refused() -> None:
     assert run_threads(2, call) == ["object_list: rank 0 has 1 items, rank 1 has 2 items"] * 2
     for size in (1, 2):
         with pytest.raises(TypeError, match="overwrites a list, got"):
-            run_threads(size, lambda: broadcast_object_list((1,)))  # type: ignore[arg-type]
+            run_threads(size, lambda: broadcast_object_list((1,)))
 
 
 @pytest.mark.parametrize("verify", [True, False])
@@ -162,7 +162,7 @@ def test_several_holders_are_summed_and_must_agree() -> None:
         with pytest.raises(ValueError, match="no rank has a tensor"):
             run_threads(size, copy_tensor_to_devices)
         with pytest.raises(TypeError, match="rank 0 gives a int: 3"):
-            run_threads(size, lambda: copy_tensor_to_devices(3))  # type: ignore[arg-type]
+            run_threads(size, lambda: copy_tensor_to_devices(3))
 
 
 def test_a_tensor_that_cannot_be_copied_is_named_on_every_rank() -> None:

@@ -38,14 +38,14 @@ class StandIn(Tensor):
 
     @staticmethod
     def __new__(cls, *shape: int) -> StandIn:
-        return Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32)  # type: ignore[attr-defined]
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*[torch.ones(a.shape) if isinstance(a, cls) else a for a in args], **(kwargs or {}))
 
 
-class Unreadable(dict):  # type: ignore[type-arg]
+class Unreadable(dict):
     """Data that raises what nobody expects as soon as it is looked at."""
 
     def __iter__(self) -> Any:
@@ -60,8 +60,8 @@ FAILING: list[Callable[[], Any]] = [
     lambda: reduce(torch.ones(1), "average"),
     lambda: reduce(torch.ones(1, dtype=torch.uint64), "sum"),
     lambda: pad_across_processes(Unreadable(x=1)),
-    lambda: pad_across_processes(torch.ones(1), pad_index=torch.ones(2)),  # type: ignore[arg-type]
-    lambda: pad_across_processes(torch.ones(1), dim="x"),  # type: ignore[arg-type]
+    lambda: pad_across_processes(torch.ones(1), pad_index=torch.ones(2)),
+    lambda: pad_across_processes(torch.ones(1), dim="x"),
     lambda: gather({object(): torch.ones(1)}),
     lambda: gather([torch.ones(1), StandIn(3)]),
     lambda: gather_object([lambda: 1]),
@@ -237,11 +237,11 @@ class Alike(type):
         return len(cls.__name__)
 
 
-class One(OrderedDict, metaclass=Alike):  # type: ignore[type-arg]
+class One(OrderedDict, metaclass=Alike):
     pass
 
 
-class Two(OrderedDict, metaclass=Alike):  # type: ignore[type-arg]
+class Two(OrderedDict, metaclass=Alike):
     pass
 
 

@@ -66,7 +66,7 @@ class Whole:
 def test_whole_numbers_of_other_libraries_are_seeds() -> None:
     set_seed(3)
     first = draw()
-    set_seed(Whole())  # type: ignore[arg-type]
+    set_seed(Whole())
     assert draw() == first
 
 
@@ -244,7 +244,7 @@ class Noted:
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         self.asked.set()
-        return self.lock.acquire(blocking, timeout)  # type: ignore[no-any-return]
+        return self.lock.acquire(blocking, timeout)
 
     def release(self) -> None:
         self.lock.release()

@@ -33,13 +33,13 @@ def test_each_group_at_a_meeting_point_has_keys_of_its_own(tmp_path: Path) -> No
     stores = []
     for _ in range(3):
         make(one)
-        stores.append(rendezvous._kept[1])  # type: ignore[index]
+        stores.append(rendezvous._kept[1])
         dist.destroy_process_group()
     assert stores[0] is stores[1] is stores[2]  # a rank that is late to leave does not lose it
     for number in range(3):  # what gloo wrote
         assert dist.PrefixStore(f"acc/{number}", stores[0]).num_keys() >= 3
     make(one, init_method=f"file://{tmp_path}/meeting")  # elsewhere
-    assert rendezvous._kept[1] is not stores[0]  # type: ignore[index]
+    assert rendezvous._kept[1] is not stores[0]
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def test_nothing_changes_when_one_of_several_generators_is_missing() -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_what_is_no_list_of_generators_is_named(size: int) -> None:
     with pytest.raises(TypeError, match=r"rng_types must be kinds of random generators.*got None"):
-        run_threads(size, lambda: synchronize_rng_states(None))  # type: ignore[arg-type]
+        run_threads(size, lambda: synchronize_rng_states(None))
 
 
 def test_several_generators_travel_in_one_collective() -> None:
@@ -138,9 +138,9 @@ def test_several_generators_travel_in_one_collective() -> None:
 
     def work() -> None:
         comm = current_world().comm
-        before = comm._number  # type: ignore[attr-defined]
+        before = comm._number
         synchronize_rng_states(["torch", "generator"], torch.Generator())
-        calls.append(comm._number - before)  # type: ignore[attr-defined]
+        calls.append(comm._number - before)
 
     run_threads(2, work)
     assert max(calls) <= 2  # the header, and what does not fit into it

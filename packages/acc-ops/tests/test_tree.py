@@ -122,7 +122,7 @@ def test_skipped_keys_stay_at_every_depth_and_a_string_is_one_key() -> None:
     data = {"mask": torch.ones(1), "deep": [OrderedDict(mask=torch.ones(1), ids=torch.ones(1))]}
     out = send_to_device(data, META, skip_keys="mask")
     assert out["mask"] is data["mask"]
-    assert out["deep"][0]["mask"] is data["deep"][0]["mask"]  # type: ignore[index]
+    assert out["deep"][0]["mask"] is data["deep"][0]["mask"]
     assert out["deep"][0]["ids"].device == META
     assert type(out["deep"][0]) is OrderedDict
     assert send_to_device(data, META, skip_keys=["mask", "deep"]) is data
@@ -135,7 +135,7 @@ def test_a_shared_tensor_moves_once_per_call() -> None:
 
 
 def test_tensors_that_are_made_as_they_are_asked_for_are_told_apart() -> None:
-    class Lazy(UserDict):  # type: ignore[type-arg]
+    class Lazy(UserDict):
         def __getitem__(self, key: str) -> Tensor:
             return torch.ones(int(key))
 
@@ -187,7 +187,7 @@ def test_copies_to_the_cpu_are_never_left_unfinished() -> None:
 
 def test_a_skip_key_that_is_none_is_named() -> None:
     with pytest.raises(TypeError, match=r"skip_keys is a key or a collection of keys, got 1; write \[1\]"):
-        send_to_device({1: torch.ones(1)}, META, skip_keys=1)  # type: ignore[arg-type]
+        send_to_device({1: torch.ones(1)}, META, skip_keys=1)
 
 
 def test_a_device_that_is_none_is_named() -> None:

@@ -143,7 +143,7 @@ def test_an_address_of_the_group_before_is_not_taken_for_one_of_this_group() -> 
     assert first._ask(1) is Silence.UNKNOWN  # rank 1 has not come to the second group yet
     _, come = ranks(2, store, generation="2.1")
     come.wait(Work(), "barrier")
-    assert first._ask(1)["made"].startswith("1 call,")  # type: ignore[index]
+    assert first._ask(1)["made"].startswith("1 call,")
 
 
 def test_ranks_that_count_their_groups_differently_find_each_other_after_the_first_call() -> None:
@@ -200,7 +200,7 @@ def test_a_rank_that_never_said_its_address_is_unknown_and_others_are_found() ->
     store.store.delete_key("acc_ops/desk/2")
     one.wait(Work(), "all_gather")
     assert one._ask(2) is Silence.UNKNOWN
-    assert one._ask(1) == two.respond({}) | {"at": one._ask(1)["at"]}  # type: ignore[index]
+    assert one._ask(1) == two.respond({}) | {"at": one._ask(1)["at"]}
 
 
 def test_without_a_store_a_failure_keeps_the_backends_words() -> None:
@@ -267,7 +267,7 @@ def test_a_rank_is_asked_over_its_own_address(gloo_group: None) -> None:
     comm = TorchComm()
     said = watch._store_of(dist.group.WORLD).get("acc_ops/desk/0").decode()
     address = desk.Address.from_text(said.partition(" ")[2])
-    assert ask(address, {}) == comm.watch.respond({}) | {"at": ask(address, {})["at"]}  # type: ignore[index]
+    assert ask(address, {}) == comm.watch.respond({}) | {"at": ask(address, {})["at"]}
 
 
 def test_a_group_that_has_gone_is_answered_for_until_the_next_one_is_made() -> None:
@@ -279,9 +279,9 @@ def test_a_group_that_has_gone_is_answered_for_until_the_next_one_is_made() -> N
         dist.destroy_process_group()
         (answering,) = desk._desks.values()
         kept.append(len(answering._responders))
-        assert ask(said[-1]._address, {})["left"] == "destroyed its process group"  # type: ignore[arg-type, index]
+        assert ask(said[-1]._address, {})["left"] == "destroyed its process group"
     assert kept == [1, 1, 1]
-    assert ask(said[0]._address, {}) is Silence.MUTE  # type: ignore[arg-type]
+    assert ask(said[0]._address, {}) is Silence.MUTE
     numbers = [int(one._peers.generation.partition(".")[0]) for one in said]
     assert numbers == list(range(numbers[0], numbers[0] + 3))
 

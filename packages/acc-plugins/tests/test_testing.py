@@ -125,7 +125,7 @@ class HalfOutputs(BFloat16Autocast):
     def wrap(self, model: nn.Module) -> nn.Module:
         forward = type(model).forward
 
-        class Half(type(model)):  # type: ignore[misc]
+        class Half(type(model)):
             def forward(self, *args: Any) -> Any:
                 with torch.autocast("cpu", dtype=torch.bfloat16):
                     return forward(self, *args)

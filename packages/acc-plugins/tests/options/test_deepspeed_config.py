@@ -34,7 +34,7 @@ def test_it_is_read_from_a_dictionary_a_file_text_or_base64(tmp_path: Path) -> N
 def test_a_dictionary_is_copied() -> None:
     config = HfDeepSpeedConfig(STAGE_3)
     config.set_value("zero_optimization.stage", 1)
-    assert STAGE_3["zero_optimization"]["stage"] == 3  # type: ignore[index]
+    assert STAGE_3["zero_optimization"]["stage"] == 3
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ class Noted(Attention):
 
     calls = 0
 
-    def attend(self, query, key, value, mask, is_causal, options):  # type: ignore[no-untyped-def]
+    def attend(self, query, key, value, mask, is_causal, options):
         self.calls += 1
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=is_causal, **options
@@ -134,7 +134,7 @@ def test_attention_by_hand_is_refused_where_it_is_seen() -> None:
 def test_torch_s_multihead_attention_is_refused_where_it_is_called() -> None:
     model = nn.ModuleList([nn.MultiheadAttention(4, 2)])
     wrapper = nn.Sequential(nn.Identity())
-    wrapper.forward = lambda x: model[0](x, x, x)[0]  # type: ignore[method-assign]
+    wrapper.forward = lambda x: model[0](x, x, x)[0]
     Reach(Noted(Line(None, 0, 2)), open=True).attach(wrapper)
     with pytest.raises(SequenceError, match=r"nn\.MultiheadAttention"):
         wrapper(torch.rand(3, 2, 4))

@@ -71,7 +71,7 @@ def test_what_cannot_be_cut_is_refused(batch: Any, error: Any, message: str) -> 
 
 
 def test_a_loader_that_cuts_is_else_the_loader_inside_and_tells_attention(line_here: Any) -> None:
-    class Loader(list):  # type: ignore[type-arg]
+    class Loader(list):
         batch_size = 7
 
     def work() -> list[Any]:

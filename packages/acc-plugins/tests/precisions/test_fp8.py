@@ -130,7 +130,7 @@ def test_subclasses_of_linear_keep_their_forward() -> None:
             return 2 * super().forward(x)
 
     model = nn.Sequential(nn.Linear(16, 16), Doubled(16, 16), nn.Linear(16, 16))
-    assert type(TorchaoFloat8("cpu").wrap(model)[1]) is Doubled  # type: ignore[index]
+    assert type(TorchaoFloat8("cpu").wrap(model)[1]) is Doubled
 
 
 def test_a_model_without_a_layer_for_fp8_is_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -39,7 +39,7 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias, device=device, dtype=params_dtype)
         if not bias:
             del self.bias
-            self.bias = torch.tensor([], dtype=params_dtype)  # type: ignore[assignment]
+            self.bias = torch.tensor([], dtype=params_dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         seen.append(("layer", active[-1] if active else None))
@@ -240,7 +240,7 @@ def test_unwrapping_gives_torchs_layers_back_with_what_was_trained(by_precision:
     precision, model = TransformerEngineFloat8("cpu"), _model()
     wrapped = precision.wrap(model)
     with torch.no_grad():
-        wrapped[0].weight.fill_(0.5)  # type: ignore[index]
+        wrapped[0].weight.fill_(0.5)
     inner = (
         precision.unwrap(wrapped)
         if by_precision

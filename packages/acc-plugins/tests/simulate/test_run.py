@@ -29,7 +29,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(_WIDTH, 4 * _WIDTH), nn.Linear(4 * _WIDTH, _WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))  # type: ignore[no-any-return]
+        return x + self.down(torch.relu(self.up(x)))
 
 
 class Words(nn.Module):
@@ -47,7 +47,7 @@ class Words(nn.Module):
         x = self.table(words)
         for block in self.blocks:
             x = block(x)
-        return self.head(x)  # type: ignore[no-any-return]
+        return self.head(x)
 
 
 needs_shards = pytest.mark.skipif(not can_pretend(), reason="this torch cannot gather what has no memory")
@@ -226,7 +226,7 @@ def test_a_torch_that_cannot_is_said() -> None:
 
 def test_what_is_no_model_is_said() -> None:
     with pytest.raises(TypeError, match="needs a module"):
-        simulate("bert", _BATCH, world_size=2)  # type: ignore[arg-type]
+        simulate("bert", _BATCH, world_size=2)
 
 
 def test_a_process_that_has_a_group_is_told() -> None:
@@ -270,7 +270,7 @@ class Chosen(nn.Module):
         self.layer = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x[x[:, 0].nonzero()[:, 0]])  # type: ignore[no-any-return]
+        return self.layer(x[x[:, 0].nonzero()[:, 0]])
 
 
 class Kept(Chosen):
@@ -281,7 +281,7 @@ class Kept(Chosen):
         self.factor = torch.ones(4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) * self.factor  # type: ignore[no-any-return]
+        return self.layer(x) * self.factor
 
 
 def test_what_values_decide_is_an_error_with_a_way_out() -> None:

@@ -69,7 +69,7 @@ def test_what_torch_writes_is_read(tmp_path: Path) -> None:
     folder = ShardFolder(tmp_path / "x")
     assert torch.equal(
         folder.read(("optimizer", "state", "a.b", "exp_avg")), state["optimizer"]["state"]["a.b"]["exp_avg"]
-    )  # type: ignore[index]
+    )
     assert folder.values[("optimizer", "param_groups", 0, "lr")] == 0.1
     assert folder.values[("optimizer", "param_groups", 0, "params")] == ["a.b"]
 

@@ -82,7 +82,7 @@ def test_without_sync_nests_and_a_backward_may_synchronise_inside(alone: World) 
     (model,) = made.prepare(Bundle(models=[net()])).models
 
     def syncs() -> set[bool]:
-        return {part._get_fsdp_state()._fsdp_param_group.reduce_grads for part in model if is_linear(part)}  # type: ignore[union-attr]
+        return {part._get_fsdp_state()._fsdp_param_group.reduce_grads for part in model if is_linear(part)}
 
     with made.without_sync(model):
         with made.without_sync(model):

@@ -79,7 +79,7 @@ def test_the_model_itself_is_never_its_own_unit() -> None:
 
 def test_the_classes_of_transformers_are_the_default_and_unknown_ones_are_refused() -> None:
     model = Told()
-    model._no_split_modules = ["Block"]  # type: ignore[assignment]
+    model._no_split_modules = ["Block"]
     assert names(model, auto_wrap_policy="transformer_based_wrap") == ["layers.0", "layers.1"]
     with pytest.raises(ValueError, match="no module of a class 'Blocks': did you mean Block"):
         names(model, **{**BY_CLASS, "transformer_cls_names_to_wrap": ["Blocks"]})
@@ -87,7 +87,7 @@ def test_the_classes_of_transformers_are_the_default_and_unknown_ones_are_refuse
 
 def test_one_plugin_serves_models_of_other_classes() -> None:
     first, second = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Conv1d(2, 2, 1))
-    first._no_split_modules, second._no_split_modules = ["Linear"], ["Conv1d"]  # type: ignore[assignment]
+    first._no_split_modules, second._no_split_modules = ["Linear"], ["Conv1d"]
     shared = plugin(auto_wrap_policy="transformer_based_wrap")
     assert [type(chosen_blocks(m, shared)[0]) for m in (first, second)] == [nn.Linear, nn.Conv1d]
 
@@ -98,7 +98,7 @@ def test_a_size_never_chooses_a_container_nor_leaves_out_what_is_large_enough(
 ) -> None:
     model = nn.ModuleList(nn.ModuleList([nn.Linear(size, size, bias=False)]) for size in sizes)
     chosen = chosen_blocks(model, plugin(auto_wrap_policy="size_based_wrap", min_num_params=least))
-    assert [block.weight.numel() for block in chosen] == [s * s for s in sizes if s * s >= least]  # type: ignore[union-attr,operator]
+    assert [block.weight.numel() for block in chosen] == [s * s for s in sizes if s * s >= least]
 
 
 def test_a_size_counts_what_found_no_unit_inside() -> None:
@@ -140,7 +140,7 @@ def test_a_weight_that_two_units_share_is_left_to_the_module_around_both(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = Told()
-    model.layers[1].fc.weight = model.layers[0].fc.weight  # type: ignore[union-attr]
+    model.layers[1].fc.weight = model.layers[0].fc.weight
     with caplog.at_level(logging.WARNING):
         units = units_of(model, plugin(**BY_CLASS), frozenset())
     assert units.names(model) == ["embedding", "norm + head"]

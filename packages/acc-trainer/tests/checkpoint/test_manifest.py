@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 
 import pytest
 
-from acc_trainer.checkpoint.layout import CheckpointError
+from acc_trainer.checkpoint import manifest as manifests
+from acc_trainer.checkpoint.layout import CheckpointError, NotWholeError
 from acc_trainer.checkpoint.listing import newest_whole
 from acc_trainer.checkpoint.manifest import (
     Manifest,
@@ -282,3 +284,23 @@ def test_weights_for_others_are_not_written_into_a_checkpoint(tmp_path):
     (tmp_path / "manifest.json").write_text(Manifest().to_text())
     with pytest.raises(CheckpointError, match="save_model would spoil it: name another folder"):
         check_no_checkpoint(tmp_path, "save_model")
+
+
+@pytest.mark.parametrize(("last", "said"), [("a.bin", "being deleted"), ("manifest.json", "has no manifest")])
+def test_a_folder_that_is_deleted_while_it_is_looked_at_is_not_whole(tmp_path, monkeypatch, last, said):
+    folder = tmp_path / "c"
+    folder.mkdir()
+    (folder / "a.bin").write_bytes(b"12345")
+    (folder / "manifest.json").write_text(Manifest(files=files_of(folder)).to_text())
+    size_of = manifests._size_of
+
+    def then_it_goes(where, name):
+        size = size_of(where, name)
+        if name == last:
+            shutil.rmtree(folder)  # as another run's pruning does
+        return size
+
+    monkeypatch.setattr(manifests, "_size_of", then_it_goes)
+    with pytest.raises(NotWholeError, match=said):
+        check_whole(folder)
+    assert newest_whole(tmp_path) is None

@@ -13,7 +13,7 @@ from acc_trainer.data.shares import Shares, shares_of
 def mesh_at(places: dict[str, int], sizes: dict[str, int]) -> object:
     """What is asked of a mesh, at one place of it."""
 
-    class Mesh(dict):  # type: ignore[type-arg]
+    class Mesh(dict):
         mesh_dim_names = tuple(sizes)
 
         def get_local_rank(self, name: str) -> int:

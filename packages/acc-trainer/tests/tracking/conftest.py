@@ -51,7 +51,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Recorder]:
     def put(name: str, **answers: Any) -> Recorder:
         recorder = Recorder(answers=answers)
         module = types.ModuleType(name)
-        module.__getattr__ = recorder.__getattr__  # type: ignore[method-assign]
+        module.__getattr__ = recorder.__getattr__
         monkeypatch.setitem(sys.modules, name, module)
         return recorder
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from acc_ops.precision import convert_to_fp32
+from acc_ops.world import World
 from acc_plugins.outcome import StepOutcome
 from acc_plugins.precisions.forward import restore_forward, surround_forward
 from acc_plugins.precisions.precision import Precision
@@ -90,6 +91,10 @@ class Float16Autocast(BFloat16Autocast):
         """`scaler_options` go to the gradient scaler (`init_scale`, `growth_interval`, ...)."""
         super().__init__(device, enabled=enabled, cache_enabled=cache_enabled)
         self.scaler: StepScaler = StepScaler(self.device_type, **(scaler_options or {}))
+
+    def agree_over(self, world: World) -> None:
+        """An overflow in one rank's part is one for all: they skip the step together."""
+        self.scaler.agree = lambda flag: world.comm.all_reduce(flag, "max")
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the scale."""

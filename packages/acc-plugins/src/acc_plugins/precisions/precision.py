@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from acc_ops.enums import FP8BackendType
 from acc_ops.unwrap import extract_model_from_parallel
+from acc_ops.world import World
 from acc_plugins.outcome import StepOutcome
 from acc_plugins.precisions.forward import around_of, restore_forward
 
@@ -40,6 +41,9 @@ class Precision:
             if getattr(around_of(one), "of_a_precision", False):
                 restore_forward(one)
         return model
+
+    def agree_over(self, world: World) -> None:
+        """Ranks of `world` have parts of the same gradients: what one finds in its part counts for all. Nothing to agree on here."""
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The model as it was before `wrap`."""

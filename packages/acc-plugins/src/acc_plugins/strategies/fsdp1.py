@@ -26,7 +26,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import _Policy
 
-from acc_ops.comm import TorchComm
 from acc_ops.world import World
 from acc_plugins.options import fsdp_values
 from acc_plugins.options.fsdp import FullyShardedDataParallelPlugin
@@ -39,6 +38,7 @@ from acc_plugins.strategies.clip import unique_parameters
 from acc_plugins.strategies.flat_optimizers import ParameterPlaces
 from acc_plugins.strategies.fsdp2_wrapping import as_torch_asks, chosen_blocks
 from acc_plugins.strategies.fsdp_plugin import (
+    check_made_for,
     ignored_modules,
     say_what_is_not_ignored,
     told_ignored,
@@ -73,15 +73,7 @@ class FSDP1Strategy(ShardedStrategy):
     ) -> None:
         """Raises ValueError for a plugin of version 2 and a world without torch.distributed, UnsupportedError for what a CPU cannot do."""
         super().__init__(world, precision, save_on_each_node=save_on_each_node)
-        if plugin.fsdp_version != 1:
-            raise ValueError(
-                f"FSDP1Strategy needs fsdp_version=1, got {plugin.fsdp_version}: use FSDP2Strategy"
-            )
-        if not isinstance(world.comm, TorchComm):
-            raise ValueError(
-                f"FSDP needs a torch.distributed process group, but this world speaks through {type(world.comm).__name__}: use "
-                "ReplicatedStrategy there"
-            )
+        self._group = check_made_for(plugin, 1, world).group
         if world.device.type == "cpu" and plugin.cpu_offload.offload_params:
             raise UnsupportedError(
                 "cpu_offload does not work with FSDP version 1 on a CPU (torch asks for an accelerator), where the shards are in CPU memory "
@@ -94,14 +86,12 @@ class FSDP1Strategy(ShardedStrategy):
             )
         self.plugin = plugin
         self.state_dict_type = plugin.state_dict_type.name
-        self._group = world.comm.group
         self._mesh = self._nodes_mesh() if plugin.sharding_strategy in _HYBRID else None
         # parameter -> the group over which its gradient is sharded; None: every rank has all of it
         self._shared_by: Any = torch.utils.weak.WeakIdKeyDictionary()
         self._ignored: weakref.WeakKeyDictionary[Any, list[Tensor]] = weakref.WeakKeyDictionary()
         self._buffers = SharedBuffers(world)
-        if precision.scaler is not None:
-            precision.scaler.agree = self._largest  # type: ignore[attr-defined]
+        precision.agree_over(world)
 
     def _nodes_mesh(self) -> Any:
         """Shards within a node, copies between nodes."""
@@ -314,9 +304,6 @@ class FSDP1Strategy(ShardedStrategy):
         summed = norm**norm_type
         dist.all_reduce(summed, group=group)
         return summed ** (1.0 / norm_type)
-
-    def _largest(self, flag: Tensor) -> None:
-        self.world.comm.all_reduce(flag, "max")
 
     # 6
     def gradient_places(self, model: nn.Module) -> gradients.Places:

@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from acc_ops.collectives import barrier
-from acc_ops.comm import TorchComm
 from acc_ops.enums import FP8BackendType
 from acc_ops.world import World
 from acc_plugins.options.fsdp import FullyShardedDataParallelPlugin
@@ -37,7 +36,7 @@ from acc_plugins.strategies.buffers import SharedBuffers
 from acc_plugins.strategies.fsdp2_mesh import shard_mesh
 from acc_plugins.strategies.fsdp2_optimizers import follow_shards, letting_go
 from acc_plugins.strategies.fsdp2_sharding import Sharding, parameters_apart, uncompiled
-from acc_plugins.strategies.fsdp_plugin import told_ignored, told_options
+from acc_plugins.strategies.fsdp_plugin import check_made_for, told_ignored, told_options
 from acc_plugins.strategies.optimizer_kinds import check_for_dtensors
 from acc_plugins.strategies.replicated import average_gradients, sum_partial_gradients
 from acc_plugins.strategies.sharded import ShardedStrategy, mesh_text, told_plan
@@ -68,15 +67,7 @@ class FSDP2Strategy(ShardedStrategy):
         UnsupportedError on a CPU with a torch that cannot.
         """
         super().__init__(world, precision, save_on_each_node=save_on_each_node)
-        if plugin.fsdp_version != 2:
-            raise ValueError(
-                f"FSDP2Strategy needs fsdp_version=2, got {plugin.fsdp_version}: use FSDP1Strategy"
-            )
-        if not isinstance(world.comm, TorchComm):
-            raise ValueError(
-                f"FSDP needs a torch.distributed process group, but this world speaks through {type(world.comm).__name__}: use "
-                "ReplicatedStrategy there"
-            )
+        check_made_for(plugin, 2, world)
         if world.device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
             raise UnsupportedError(
                 f"FSDP version 2 does not run on a CPU with torch {torch.__version__}, whose CPU streams cannot record events: install torch 2.13, "
@@ -103,8 +94,7 @@ class FSDP2Strategy(ShardedStrategy):
         self._apart: weakref.WeakKeyDictionary[nn.Module, list[nn.Parameter]] = weakref.WeakKeyDictionary()
         self._held: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._buffers = SharedBuffers(self._sharers)
-        if precision.scaler is not None:
-            precision.scaler.agree = self._largest  # type: ignore[attr-defined]
+        precision.agree_over(world)
 
     # 1
     def options_of_all_ranks(self) -> dict[str, str]:
@@ -217,9 +207,6 @@ class FSDP2Strategy(ShardedStrategy):
             sum_partial_gradients(due)
             average_gradients(self._sharers, due)
         self._buffers.share(held=lambda model: self._held.get(model, 0))
-
-    def _largest(self, flag: Tensor) -> None:
-        self.world.comm.all_reduce(flag, "max")
 
     # 6
     def gradient_places(self, model: nn.Module) -> gradients.Places:

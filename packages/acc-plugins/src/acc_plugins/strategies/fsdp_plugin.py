@@ -7,6 +7,8 @@ import re
 
 from torch import nn
 
+from acc_ops.comm import TorchComm
+from acc_ops.world import World
 from acc_plugins.options.fsdp import FullyShardedDataParallelPlugin
 from acc_plugins.strategies.agreement import Facts, told
 
@@ -22,6 +24,20 @@ _OF_ALL_RANKS = (
     "backward_prefetch",
     "forward_prefetch",
 )
+
+
+def check_made_for(plugin: FullyShardedDataParallelPlugin, version: int, world: World) -> TorchComm:
+    """How the ranks of `world` speak. Raises ValueError for a plugin of the other version, and for a world without torch.distributed."""
+    if plugin.fsdp_version != version:
+        raise ValueError(
+            f"FSDP{version}Strategy needs fsdp_version={version}, got {plugin.fsdp_version}: use FSDP{plugin.fsdp_version}Strategy"
+        )
+    if not isinstance(world.comm, TorchComm):
+        raise ValueError(
+            f"FSDP needs a torch.distributed process group, but this world speaks through {type(world.comm).__name__}: use "
+            "ReplicatedStrategy there"
+        )
+    return world.comm
 
 
 def ignored_modules(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> list[nn.Module]:

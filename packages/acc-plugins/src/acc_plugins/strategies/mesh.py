@@ -67,8 +67,8 @@ class MeshStrategy(AveragingStrategy, ShardedStrategy):
         self._moved: WeakIdKeyDictionary = (
             WeakIdKeyDictionary()
         )  # parameters before they were split -> after it
-        if precision.scaler is not None and parallelism.tp_enabled:
-            precision.scaler.agree = lambda flag: world.comm.all_reduce(flag, "max")  # type: ignore[attr-defined]
+        if parallelism.tp_enabled:
+            precision.agree_over(world)
 
     def options_of_all_ranks(self) -> dict[str, str]:
         return {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, overload
@@ -78,7 +79,12 @@ class CheckpointInfo:
         """The sizes of its files, added up; of a folder without a manifest, those of everything in it."""
         if self.manifest is not None:
             return sum(said["bytes"] for said in self.manifest.files.values())
-        return sum(path.lstat().st_size for path in self.path.rglob("*") if path.is_file())
+        total = 0
+        for folder, _, names in os.walk(self.path):
+            for name in names:
+                with suppress(FileNotFoundError):  # it is being deleted, as a folder may be
+                    total += os.lstat(Path(folder, name)).st_size
+        return total
 
     def check(self) -> CheckpointInfo:
         """The same, after every byte was compared with its checksum."""

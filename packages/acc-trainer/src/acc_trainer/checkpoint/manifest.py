@@ -119,6 +119,8 @@ def _text_of(path: Path) -> bytes | None:
     try:
         with open(path, "rb") as file:
             text = file.read(_LARGEST_BYTES + 1)
+    except FileNotFoundError:  # deleted since, with its folder
+        return None
     except OSError as error:
         raise _unreadable(path, error) from error
     if len(text) > _LARGEST_BYTES:
@@ -206,9 +208,19 @@ def check_whole(folder: str | os.PathLike[str], *, checksums: bool = False) -> M
 
 
 def added_to(folder: str | os.PathLike[str], manifest: Manifest) -> list[str]:
-    """The files that look like a checkpoint's and are not of this one."""
+    """The files that look like a checkpoint's and are not of this one. NotWholeError for a folder that is being deleted."""
     home = Path(folder)
-    names = sorted(path.relative_to(home).as_posix() for path in home.rglob("*"))
+    names = []
+    try:
+        for inside, folders, files in os.walk(
+            home, onerror=_raise
+        ):  # rglob takes a folder that is gone for an empty one
+            names += [Path(inside, name).relative_to(home).as_posix() for name in (*folders, *files)]
+    except FileNotFoundError as error:
+        raise NotWholeError(f"the checkpoint {folder} is not whole: it is being deleted") from error
+    except OSError as error:
+        raise _unreadable(home, error) from error
+    names.sort()
     return [name for name in names if OURS.fullmatch(name) and name not in manifest.files]
 
 
@@ -283,6 +295,10 @@ def _size_of(folder: Path, name: str) -> int | None:
     except ValueError:  # a name that no file can have
         return None
     return found.st_size if S_ISREG(found.st_mode) else None
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:

@@ -10,13 +10,13 @@ from typing import Any
 
 from acc_ops.world import World
 
-from .layout import CheckpointError
+from .layout import CheckpointError, ReplacedError
 from .meeting import leave_block
 
 
 @contextmanager
 def together(world: World, doing: str) -> Iterator[None]:
-    """All ranks run the block and leave it together; a failure on one raises there as it is, elsewhere as CheckpointError.
+    """All ranks run the block and leave it together; a failure on one raises there as it is, elsewhere as CheckpointError (ReplacedError as itself).
 
     The block may speak to other ranks. Where a rank fails while others wait for it inside, its error is shown at once,
     and raised after a minute at most, which ends their waiting.
@@ -30,10 +30,12 @@ def together(world: World, doing: str) -> Iterator[None]:
         raise CheckpointError(
             f"another rank failed while {doing}, and could wait no longer; its output says why"
         )
-    said: list[str | None] = world.comm.all_gather_object(None)
-    for rank, text in enumerate(said):
-        if text is not None:
-            raise CheckpointError(f"rank {rank} failed while {doing}: {text}")
+    said: list[tuple[str, bool] | None] = world.comm.all_gather_object(None)
+    for rank, told in enumerate(said):
+        if told is not None:
+            text, is_replaced = told
+            kind = ReplacedError if is_replaced else CheckpointError
+            raise kind(f"rank {rank} failed while {doing}: {text}")
 
 
 def _tell(world: World, doing: str, error: BaseException) -> None:
@@ -51,7 +53,9 @@ def _tell(world: World, doing: str, error: BaseException) -> None:
 
     try:
         if leave_block(world, complain):
-            world.comm.all_gather_object(f"{type(error).__name__}: {error}")
+            world.comm.all_gather_object(
+                (f"{type(error).__name__}: {error}", isinstance(error, ReplacedError))
+            )
     except (
         RuntimeError
     ) as lost:  # CommError, or torch's: the others are elsewhere or gone, and our own error counts
