@@ -318,3 +318,19 @@ def test_what_ends_a_write_is_not_hidden_by_an_error_of_torchs(tmp_path, monkeyp
                 save.write_torch_file(tmp_path / "a.bin", torch.ones(2000))
         save.write_torch_file(tmp_path / "a.bin", torch.ones(2000))
     assert error.type is (stopped if isinstance(stopped, type) else type(stopped))
+
+
+@pytest.mark.parametrize("limit", [None, 8])
+def test_what_is_no_tensor_is_written_to_a_torch_file_and_refused_with_safetensors(
+    tmp_path: Path, limit: int | None
+) -> None:
+    state = {"a": torch.ones(2), "layer._extra_state": {"n": 1}, "b": torch.zeros(2)}
+    save_weights(state, tmp_path / "torch", "model", limit, safe=False)
+    store = open_store(tmp_path / "torch")
+    assert dict(store.others) == {"layer._extra_state": {"n": 1}}
+    assert set(store) == {"a", "b"}
+    with pytest.raises(
+        TypeError, match=r"get_extra_state of the module 'layer' return a tensor, or save as torch file"
+    ):
+        save_weights(state, tmp_path / "safe", "model", limit)
+    assert not (tmp_path / "safe").exists()

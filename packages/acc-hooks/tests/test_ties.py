@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from acc_hooks import tied_groups
+from acc_hooks.ties import replace_tensors, shared_parameters, tie_again
 from acc_ops.testing import count_calls
 
 
@@ -57,6 +58,41 @@ def test_groups_are_exactly_the_equal_choices(choices):
         if choices.count(choice) > 1
     ]
     assert tied_groups(model) == expected
+
+
+def test_parameters_that_came_apart_are_tied_again_to_the_first(tied):
+    (places,) = shared_parameters(tied)
+    assert [place.name for place in places] == ["embed.weight", "head.weight"]
+    for place in places:
+        place.module._parameters[place.attribute] = nn.Parameter(torch.zeros(3, 3))
+    tie_again(places)
+    assert tied.embed.weight is tied.head.weight
+
+
+def test_a_module_under_two_names_has_no_shared_places():
+    layer = nn.Linear(2, 2)
+    assert shared_parameters(nn.Sequential(layer, layer)) == []
+
+
+def test_replaced_tensors_are_made_once_and_stay_tied(tied):
+    tied.register_buffer("mask", torch.ones(3))
+    tied.middle.register_buffer("mask", tied.mask)
+    tied.register_parameter("absent", None)
+    before = {name: tensor.clone() for name, tensor in tied.state_dict().items()}
+    asked = []
+
+    def doubled(tensor):
+        asked.append(tensor)
+        new = tensor.detach() * 2
+        return nn.Parameter(new) if isinstance(tensor, nn.Parameter) else new
+
+    groups = tied_groups(tied)
+    replace_tensors(tied, doubled)
+    assert len(asked) == len({id(tensor) for tensor in asked})
+    assert tied_groups(tied) == groups
+    assert tied.absent is None
+    for name, tensor in tied.state_dict().items():
+        assert torch.equal(tensor, before[name] * 2)
 
 
 def test_the_work_grows_with_the_number_of_tensors_and_no_faster():

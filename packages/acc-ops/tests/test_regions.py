@@ -139,3 +139,153 @@ def test_in_place_the_same_regions_are_compiled(compile_in_place):
     compiled = {name for name, module in model.named_modules() if module._compiled_call_impl is not None}
     assert compiled == {"embed", "blocks.0", "blocks.1", "blocks.2", "heads.a", "heads.b"}
     model(torch.randn(2, 4)).sum().backward()
+
+
+class Other(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Stack(nn.Module):
+    """Calls what stands in `blocks`, however it is nested, and then its heads."""
+
+    def __init__(self, blocks, heads=()):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.blocks, self.heads = blocks, nn.ModuleList(heads)
+
+    def forward(self, x):
+        x = _through(self.blocks, self.first(x))
+        return torch.cat([x, *(head(x) for head in self.heads)], dim=-1)
+
+
+def _through(blocks, x):
+    if isinstance(blocks, (nn.ModuleList, nn.ModuleDict)):
+        for block in blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks:
+            x = _through(block, x)
+        return x
+    return blocks(x)
+
+
+def _graphs(compiled_by, model, x):
+    """For each graph that one training step compiles, how many operations it has and whether a size is unknown in it."""
+    torch._dynamo.reset()
+    found = []
+
+    def backend(graph, inputs):
+        calls = sum(node.op.startswith("call_") for node in graph.graph.nodes)
+        found.append((calls, any(not isinstance(value, torch.Tensor) for value in inputs)))
+        return graph.forward
+
+    x = x.requires_grad_()  # as what blocks hand on does
+    expected = model(x)
+    compiled = compiled_by(model, backend=backend)
+    for _ in range(2):
+        out = compiled(x)
+        out.sum().backward()
+    torch.testing.assert_close(out, expected)
+    return found
+
+
+_SHARED = Block()
+_FORMS = {
+    "a list": (lambda: nn.ModuleList(Block() for _ in range(12)), [2]),
+    "lists in a list": (
+        lambda: nn.ModuleList(nn.ModuleList(Block() for _ in range(4)) for _ in range(3)),
+        [2],
+    ),
+    "dictionaries in a list": (
+        lambda: nn.ModuleList(nn.ModuleDict({"a": Block(), "b": Other()}) for _ in range(6)),
+        [2, 4],
+    ),
+    "a dictionary": (lambda: nn.ModuleDict({str(i): Block() for i in range(12)}), [2]),
+    "a sequence": (lambda: nn.Sequential(*(Block() for _ in range(12))), [2]),
+    "a sequence with others around": (
+        lambda: nn.Sequential(nn.Linear(4, 4), *(Block() for _ in range(10)), Other()),
+        [1, 2, 4],
+    ),
+    "two kinds that alternate": (
+        lambda: nn.ModuleList(Other() if i % 2 else Block() for i in range(12)),
+        [2, 4],
+    ),
+    "one block many times": (lambda: nn.ModuleList([_SHARED] * 12), [2]),
+    "one block": (lambda: nn.ModuleList([Block()]), [2]),
+    "layers of torch's own": (
+        lambda: nn.ModuleList(nn.TransformerEncoderLayer(4, 1, 8, 0.0, batch_first=True) for _ in range(12)),
+        [0],  # versions of torch count differently
+    ),
+}
+
+
+@pytest.mark.parametrize("form", _FORMS)
+def test_as_many_graphs_as_kinds_of_blocks_however_they_are_held(form):
+    make, sizes = _FORMS[form]
+    found = _graphs(compile_regions, Stack(make()), torch.randn(2, 3, 4))
+    kinds = {1, *sizes}  # the first layer is one, and shares the graph of an equal one
+    assert len(found) == len(kinds)
+    assert form == "layers of torch's own" or {size for size, _ in found} == kinds
+    assert not any(unknown for _, unknown in found)
+
+
+@pytest.mark.parametrize("form", [form for form in _FORMS if form != "layers of torch's own"])
+def test_in_place_as_many_graphs_as_kinds_of_blocks(form):
+    make, sizes = _FORMS[form]
+    found = _graphs(compile_regions_fsdp2, Stack(make()), torch.randn(2, 3, 4))
+    assert sorted(size for size, _ in found) == [size for size in sizes if size > 1]
+
+
+def test_a_few_equal_blocks_in_a_sequence_are_one_graph_with_the_rest():
+    model = Stack(nn.Sequential(*(Block() for _ in range(3)), Other()))
+    assert len(_graphs(compile_regions, model, torch.randn(2, 4))) == 1
+
+
+def test_plain_layers_in_a_sequence_are_one_graph():
+    layers = [layer for _ in range(6) for layer in (nn.Linear(4, 4), nn.ReLU())]
+    assert len(_graphs(compile_regions, nn.Sequential(*layers), torch.randn(2, 4))) == 1
+
+
+def test_each_of_many_heads_has_a_graph_with_its_own_sizes():
+    heads = [nn.Linear(4, i + 1) for i in range(12)]  # more than torch.compile compiles of one function
+    found = _graphs(
+        compile_regions, Stack(nn.ModuleList(Block() for _ in range(12)), heads), torch.randn(2, 4)
+    )
+    assert sorted(found) == [(1, False)] * 12 + [
+        (2, False)
+    ]  # the head of four outputs is the first layer's kind
+
+
+def test_what_inductor_has_nothing_to_add_to_stays_as_it_is(monkeypatch):
+    compiled = []
+
+    def compile_fx(graph, inputs, **_):
+        compiled.append(sum(node.op == "call_function" for node in graph.graph.nodes))
+        return graph.forward
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
+    for mode, expected in ((None, [2]), ("max-autotune-no-cudagraphs", [1, 1, 2])):
+        torch._dynamo.reset()
+        compiled.clear()
+        model = compile_regions(
+            Stack(nn.ModuleList(Block() for _ in range(12)), [nn.Linear(4, 1)]), mode=mode
+        )
+        assert is_compiled_module(model.first)
+        model(torch.randn(2, 4))
+        assert sorted(compiled) == expected
+
+
+def test_containers_with_nothing_to_call_stay_containers():
+    model = Stack(nn.ModuleList([Block()]))
+    model.scales = nn.ParameterList([nn.Parameter(torch.ones(4))])
+    compiled = compile_regions(model, backend="eager")
+    assert len(list(compiled.heads)) == 0
+    assert compiled.scales[0] is model.scales[0]
+
+
+def test_a_model_that_compilation_is_switched_off_for_runs_all_the_same():
+    model = Model()
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(compile_regions(model, disable=True)(x), model(x))

@@ -49,17 +49,21 @@ def save_weights(
 
     More than `max_shard_size` (bytes, or "10GB") makes shards `NAME-00001-of-0000N` and an index, which comes last. Names
     that share one tensor share it in the file too. Other files of an earlier save of the same name, in either format, are
-    removed; nothing else is touched. One tensor at a time is in memory when `state` is a `WeightStore`.
+    removed; nothing else is touched. One tensor at a time is in memory when `state` is a `WeightStore`. What is no tensor
+    (a module's extra state) goes into the first torch file.
 
-    Raises RuntimeError for a tensor on the meta device, TypeError for an entry that is no tensor, NotADirectoryError when
-    `folder` is a file.
+    Raises RuntimeError for a tensor on the meta device, TypeError for an entry that is no tensor where `safe`,
+    NotADirectoryError when `folder` is a file.
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"{folder} is a file; weights are saved into a folder")
     if not name or Path(name).name != name:
         raise ValueError(f"the name of the weights must be a plain file name, got {name!r}")
-    items = checked_items(state)
+    others = (
+        {} if safe else {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
+    )
+    items = checked_items({key: state[key] for key in state if key not in others} if others else state)
     limit = None if max_shard_size is None else convert_file_size_to_int(max_shard_size)
     shards = _split(items, limit)
     stem, kind = stem_of(name, safe), SAFETENSORS if safe else TORCH
@@ -72,7 +76,7 @@ def save_weights(
         staging = _fresh_staging(folder / staging_name(stem))
         try:
             for file, shard in zip(files, shards, strict=True):
-                _write(staging / file, shard, state, safe)
+                _write(staging / file, shard, state, safe, others if file == files[0] else {})
             index = _write_index(staging / f"{stem}{kind}{INDEX}", files, shards) if len(shards) > 1 else None
             _commit(folder, staging, files, index)
         except BaseException:
@@ -146,7 +150,7 @@ def _reader(store: WeightStore, name: str) -> Callable[[], torch.Tensor]:
 def identity_of(name: str, tensor: object) -> tuple[object, ...]:
     """Equal for names that hold the very same values in memory; checks the tensor on the way."""
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name!r} is a {type(tensor).__name__}, not a tensor; weights are names -> tensors")
+        raise TypeError(_not_a_tensor(name, tensor))
     if tensor.device.type == "meta":
         raise RuntimeError(
             f"{name!r} is on the meta device and has no values to save; load the weights first, or collect an offloaded "
@@ -157,6 +161,15 @@ def identity_of(name: str, tensor: object) -> tuple[object, ...]:
     if tensor.numel() == 0:
         return (id(tensor),)
     return (tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
+def _not_a_tensor(name: str, value: object) -> str:
+    told = f"{name!r} is a {type(value).__name__}, not a tensor, and a safetensors file holds tensors only"
+    module, _, last = name.rpartition(".")
+    if last == "_extra_state":
+        whose = f"the module {module!r}" if module else "the model itself"
+        return f"{told}: let get_extra_state of {whose} return a tensor, or save as torch file (safe_serialization=False)"
+    return f"{told}: leave it out, or save as torch file (safe_serialization=False)"
 
 
 def _split(items: list[Item], limit: int | None) -> list[list[Item]]:
@@ -181,12 +194,14 @@ def _fresh_staging(staging: Path) -> Path:
     return staging
 
 
-def _write(file: Path, shard: list[Item], state: Mapping[str, torch.Tensor], safe: bool) -> None:
+def _write(
+    file: Path, shard: list[Item], state: Mapping[str, torch.Tensor], safe: bool, others: Mapping[str, Any]
+) -> None:
     if safe:
         shared = {alias: item.name for item in shard for alias in item.aliases}
         write_safetensors(file, {item.name: item.entry for item in shard}, shared)
         return
-    content: dict[str, torch.Tensor] = {}
+    content: dict[str, Any] = dict(others)
     for item in shard:
         # a view would carry its whole storage into the file
         tensor = item.entry.read().detach().to("cpu")

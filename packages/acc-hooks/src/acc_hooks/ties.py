@@ -1,8 +1,9 @@
-"""Which names of a module stand for one tensor, found in one pass."""
+"""Which names of a module stand for one tensor, found in one pass; and how they go on standing for one when tensors are replaced."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -49,6 +50,49 @@ def every_tensor(module: nn.Module, recurse: bool = True) -> Iterator[tuple[str,
             for name, tensor in tensors.items():
                 if tensor is not None:
                     yield prefix + name, tensor
+
+
+class Place(NamedTuple):
+    """Where a parameter stands: in which module, as which of its attributes, and where that module is."""
+
+    module: nn.Module
+    attribute: str
+    path: str
+
+    @property
+    def name(self) -> str:
+        """The parameter's whole name."""
+        return f"{self.path}.{self.attribute}".lstrip(".")
+
+
+def shared_parameters(module: nn.Module) -> list[list[Place]]:
+    """The places of each parameter that several modules hold, in the module's order. A module under two names is one module."""
+    places: dict[int, list[Place]] = {}
+    for path, owner in module.named_modules():
+        for attribute, parameter in owner._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append(Place(owner, attribute, path))
+    return [found for found in places.values() if len(found) > 1]
+
+
+def tie_again(places: Sequence[Place]) -> None:
+    """Let all `places` hold the parameter of the first one."""
+    (first, attribute, _), *others = places
+    for other, name, _ in others:
+        other._parameters[name] = first._parameters[attribute]
+
+
+def replace_tensors(module: nn.Module, replacement: Callable[[Tensor], Tensor]) -> None:
+    """Put `replacement(tensor)` in the place of every parameter and buffer; it is called once for a tensor, so that ties hold."""
+    made: dict[int, tuple[Tensor, Tensor]] = {}  # with the old one: its id must not be given away
+    for owner in module.modules():
+        for tensors in (owner._parameters, owner._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    made[id(tensor)] = (replacement(tensor), tensor)
+                tensors[name] = made[id(tensor)][0]  # type: ignore[assignment]
 
 
 def _identity(tensor: Tensor) -> Hashable:

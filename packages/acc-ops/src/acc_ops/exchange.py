@@ -14,7 +14,7 @@ import functools
 import hashlib
 import pickle
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -78,13 +78,29 @@ def together(world: World, work: Callable[[], R]) -> R:
 
 def raise_together(world: World, error: Exception | None) -> None:
     """Raise the error of the first rank that has one, on every rank, whose `__cause__` names that rank elsewhere; every rank calls it."""
-    told = world.comm.all_gather_object(None if error is None else _portable(error))
+    raise_first(world.comm.all_gather_object(portable(error)), world.rank, error)
+
+
+def raise_first(told: Sequence[bytes | None], here: int, error: Exception | None) -> None:
+    """Raise the first error that the ranks told by `portable`, where there is one; `here` is this rank, `error` its own."""
     for rank, text in enumerate(told):
         if text is not None:
             first: Exception = pickle.loads(text)
             raise first from (
-                error if rank == world.rank else DistributedOperationException(f"rank {rank} raised this")
+                error if rank == here else DistributedOperationException(f"rank {rank} raised this")
             )
+
+
+def portable(error: Exception | None) -> bytes | None:
+    """The error as bytes from which it can be made again; one that cannot becomes a RuntimeError with its text. None for None."""
+    if error is None:
+        return None
+    try:
+        text = pickle.dumps(error)
+        pickle.loads(text)
+    except Exception:  # noqa: BLE001 - any class may refuse, in any way
+        return pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+    return text
 
 
 def agree(
@@ -149,16 +165,6 @@ def digest_of(*parts: Any) -> bytes:
     pickled. Raises TypeError for others, such as objects that are equal only to themselves.
     """
     return hashlib.blake2b("\n".join(_texts(parts)).encode(), digest_size=16).digest()
-
-
-def _portable(error: Exception) -> bytes:
-    """The error as bytes from which it can be made again; one that cannot becomes a RuntimeError with its text."""
-    try:
-        text = pickle.dumps(error)
-        pickle.loads(text)
-    except Exception:  # noqa: BLE001 - any class may refuse, in any way
-        return pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
-    return text
 
 
 # agreed, digest of the sizes, payload bytes, payload is inside, this rank has an error; filled up, so that what follows is aligned

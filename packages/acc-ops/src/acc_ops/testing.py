@@ -25,8 +25,9 @@ import torch.distributed as dist
 from acc_ops.comm import CommError, Meeting, ThreadComm
 from acc_ops.devices import DeviceLike, canonical_device
 from acc_ops.optional import require
+from acc_ops.parting import destroy_group
 from acc_ops.watch import say_goodbye
-from acc_ops.world import World, destroy_group, use_world
+from acc_ops.world import World, use_world
 
 R = TypeVar("R")
 _GRACE_S = 5.0  # in which the cause comes after what followed from it

@@ -5,8 +5,6 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import logging
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -29,11 +27,11 @@ from acc_ops.devices import (
     set_device,
 )
 from acc_ops.forks import is_forked_from_a_rank
+from acc_ops.parting import destroy_group, let_gloo_finish, tell_others
 from acc_ops.ranks import Ranks, RanksError, read_ranks
 from acc_ops.rendezvous import WorldError, make_group
 
 logger = logging.getLogger(__name__)
-_GLOO_PAUSE_S = 0.02  # see destroy_group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +186,7 @@ def join_world(
             set_device(chosen)
         if owns_group:
             make_group(ranks, backend or _backend_for(chosen), options)
-            atexit.register(_let_gloo_finish)  # also where a script ends without leave_world
+            atexit.register(let_gloo_finish)  # also where a script ends without leave_world
         world = World(
             rank=ranks.rank if owns_group else 0,
             size=ranks.size,
@@ -211,46 +209,8 @@ def leave_world() -> None:
     joined, _joined, _derived, _solo = _joined, None, None, None
     owned = joined is not None and joined.owns_group and joined.group is _default_group()
     if owned and not is_forked_from_a_rank():
-        _tell_others("called leave_world()")
+        tell_others("called leave_world()")
         destroy_group()
-
-
-def destroy_group() -> None:
-    """Destroy the default process group, when gloo's threads have let go of the last tensors.
-
-    [Note: gloo's last tensor] A thread of gloo drops the tensors of a collective a moment after the collective has returned, and
-    needs the interpreter lock for it. torch 2.6 joins that thread while it holds the lock, and waits for ever (seen about every
-    hundredth time; never with 2.13, and not tried in between). And a thread that asks for the lock while Python is ending is ended
-    in a way that aborts the process ("terminate called without an active exception", seen in 5 of 53 runs under load with 2.13). A
-    pause without the lock, here and at exit, lets it finish.
-    """
-    _tell_others("destroyed its process group")
-    _let_gloo_finish()
-    forget_meshes()
-    dist.destroy_process_group()
-
-
-def forget_meshes() -> None:
-    """Let go of the meshes that torch remembers for this thread's operations on DTensors.
-
-    The last owner of a gloo group waits for its threads. If that were torch's memory, it would be so in a child that another thread forks, where
-    those threads are missing: a segmentation fault (torch 2.13).
-    """
-    forget = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
-    if forget is not None:
-        forget()
-
-
-def _tell_others(what: str) -> None:
-    """Those that wait for this rank hear what it did, and where."""
-    from acc_ops.vigil import place_of  # noqa: PLC0415 - a process without a group need not wait for it
-    from acc_ops.watch import leave_all  # noqa: PLC0415
-
-    leave_all(f"{what} at {place_of(sys._getframe(1))}")
-
-
-def _let_gloo_finish() -> None:
-    time.sleep(_GLOO_PAUSE_S)
 
 
 @contextmanager

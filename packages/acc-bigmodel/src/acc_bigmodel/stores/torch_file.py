@@ -98,7 +98,8 @@ def read_torch_file(file: str, mapped: bool = False) -> Any:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"{file} holds more than plain tensors, and loading it could run code: {error}. If you trust it, load it with "
+            f"{file} holds more than plain tensors, and loading it could run code: {error}. If you trust it, name its "
+            "classes in `with torch.serialization.safe_globals([...]):` around the call, or load it with "
             "torch.load(weights_only=False) and save its state dict as safetensors"
         ) from error
     except _UNREADABLE as error:
