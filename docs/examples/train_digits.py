@@ -61,14 +61,9 @@ def main() -> None:
                 scheduler.step()
                 optimizer.zero_grad()
             progress.batches += 1
-            if not accelerator.sync_gradients:
-                continue
-            progress.record_loss(accelerator.reduce(loss.detach(), "mean").item())
-            bar.update()
-            if accelerator.is_main_process:
-                log(arguments.project_dir, progress)
-            if progress.updates % arguments.save_every == 0:
-                accelerator.save_state()
+            if accelerator.sync_gradients:
+                bar.update()
+                note_update(accelerator, progress, loss, arguments)
         accuracy = evaluate(accelerator, model, held_out_loader)
         progress.record_epoch(accuracy)
         if accelerator.is_main_process:
@@ -78,6 +73,17 @@ def main() -> None:
     if accelerator.is_main_process:
         (arguments.project_dir / "progress.json").write_text(json.dumps(progress.state_dict()))
     accelerator.end_training()
+
+
+def note_update(
+    accelerator: Accelerator, progress: Progress, loss: Tensor, arguments: argparse.Namespace
+) -> None:
+    """Behind an update: its loss over all processes, a line of the log and, now and then, a checkpoint."""
+    progress.record_loss(accelerator.reduce(loss.detach(), "mean").item())
+    if accelerator.is_main_process:
+        log(arguments.project_dir, progress)
+    if progress.updates % arguments.save_every == 0:
+        accelerator.save_state()
 
 
 @torch.no_grad()

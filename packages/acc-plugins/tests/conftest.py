@@ -19,7 +19,7 @@ def mesh(tmp_path: Path) -> Iterator[Any]:
     from torch import distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from acc_ops.world import destroy_group
+    from acc_ops.parting import destroy_group
 
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))

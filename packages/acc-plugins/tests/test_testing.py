@@ -62,8 +62,25 @@ class KeepingWrapped(Strategy):
 
 
 class AlwaysSynchronising(ReplicatedStrategy):
-    def without_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+    def without_sync(self, model: nn.Module, apart: bool = False) -> AbstractContextManager[Any]:
         return nullcontext()
+
+
+class NeverExchanging(ReplicatedStrategy):
+    def exchange_model(self, model: nn.Module) -> None:
+        pass
+
+
+class Keeping(ReplicatedStrategy):
+    """Empties nothing but what an optimizer sees, as if it held gradients back in a place of its own."""
+
+    def without_sync(self, model: nn.Module, apart: bool = False) -> AbstractContextManager[Any]:
+        self.kept = model
+        return super().without_sync(model, apart)
+
+    def drop_held(self, optimizer: Any) -> None:
+        for p in self.kept.parameters():
+            p.grad = torch.ones_like(p)
 
 
 class NeverSynchronising(ReplicatedStrategy):
@@ -77,6 +94,8 @@ class NeverSynchronising(ReplicatedStrategy):
         (Reversing, 1, "test_prepare_keeps_the_order_and_every_parameter_its_optimizer"),
         (NeverDividing, 1, "test_two_micro_batches_equal_one_big_batch"),
         (NeverSynchronising, 2, "test_two_micro_batches_equal_one_big_batch"),
+        (NeverExchanging, 2, "test_a_step_behind_a_window_that_was_broken_off_exchanges_what_it_held"),
+        (Keeping, 2, "test_a_window_that_was_broken_off_and_emptied_leaves_nothing_behind"),
         (ClippingToOne, 1, "test_clip_norm_returns_the_true_norm_and_clips_to_it"),
         (Boasting, 1, "test_a_skipped_step_says_so"),
         (Forgetting, 1, "test_a_saved_and_loaded_run_goes_on_as_if_nothing_had_happened"),

@@ -128,8 +128,13 @@ def test_mixed_precision_is_set_once_unless_overridden() -> None:
     assert made.mixed_precision_policy == fsdp.MixedPrecision(param_dtype=torch.bfloat16)
     made.set_mixed_precision("fp16")
     assert made.mixed_precision_policy.param_dtype is torch.bfloat16
-    made.set_mixed_precision("fp16", buffer_autocast=True, override=True)
-    assert made.mixed_precision_policy == fsdp.MixedPrecision(torch.float16, torch.float16, torch.float32)
+    for name in ("fp16", torch.float16):
+        made.set_mixed_precision(name, buffer_autocast=True, override=True)
+        assert made.mixed_precision_policy == fsdp.MixedPrecision(torch.float16, torch.float16, torch.float32)
+    with pytest.raises(OptionError, match=r"or such a torch dtype, got torch\.int8"):
+        made.set_mixed_precision(torch.int8, override=True)
+    made = FullyShardedDataParallelPlugin(fsdp_version=2, mixed_precision_policy=torch.bfloat16)
+    assert made.mixed_precision_policy.param_dtype is torch.bfloat16
     second = FullyShardedDataParallelPlugin(
         fsdp_version=2, mixed_precision_policy="fp8"
     ).mixed_precision_policy

@@ -168,6 +168,21 @@ def test_ranks_that_disagree_hear_so_on_all_of_them_before_anything_is_built() -
     assert run_threads(3, build) == ["heard"] * 3
 
 
+@pytest.mark.parametrize("other", [4, (4, {}), "words", None])
+def test_a_rank_that_builds_no_mesh_is_told_of_on_those_that_do(other: object) -> None:
+    def build() -> None:
+        world = current_world()
+        if world.rank == 1:
+            world.comm.all_gather_object(other)
+        else:
+            with pytest.raises(
+                ValueError, match="rank 1 is at another place of the program: give every rank the same"
+            ):
+                ParallelismConfig(dp_replicate_size=2).build_device_mesh("cpu")
+
+    run_threads(2, build)
+
+
 def test_a_mesh_without_a_process_group_says_what_is_missing() -> None:
     def build() -> None:
         with pytest.raises(WorldError, match="process group"):

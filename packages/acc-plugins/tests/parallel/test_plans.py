@@ -11,8 +11,9 @@ import pytest
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel
 
-from acc_plugins.parallel.plans import STYLES, PlanError, plan_of, resolve, set_plan, shared, split_dim
-from acc_plugins.parallel.tensor import _style, _tie_again, check_tensor_parallel
+from acc_hooks.ties import shared_parameters
+from acc_plugins.parallel.plans import STYLES, PlanError, plan_of, resolve, set_plan, split_dim
+from acc_plugins.parallel.tensor import _check_layouts, _style, check_tensor_parallel
 
 
 class Attention(nn.Module):
@@ -132,7 +133,6 @@ def test_without_a_plan_the_way_out_is_told() -> None:
 def test_a_layer_that_shares_its_weight_with_a_split_one_is_split_too() -> None:
     model: Any = Model()
     model.head.weight = model.tokens.weight
-    assert [sorted(name for _, _, name in group) for group in shared(model)] == [["head", "tokens"]]
     for plan, other, style in (
         ({"head": "colwise_gather_output"}, "tokens", "embedding_rowwise"),
         ({"tokens": "embedding_rowwise"}, "head", "colwise_gather_output"),
@@ -228,8 +228,8 @@ def test_a_shared_weight_whose_places_come_apart_is_an_error() -> None:
     """As a style of the user's own may leave it."""
     model = Model()
     model.head.weight = model.tokens.weight
-    (group,) = shared(model)
+    (group,) = shared_parameters(model)
     layout: Any = SimpleNamespace(placements=("split",))
     model.head._parameters["weight"] = layout
     with pytest.raises(PlanError, match=r"tokens.weight and head.weight shared one weight"):
-        _tie_again(group)
+        _check_layouts(group)

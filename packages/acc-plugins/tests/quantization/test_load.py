@@ -76,6 +76,20 @@ def test_the_rest_takes_its_dtype_and_what_is_kept_stays_float32_and_whole(
     assert model.scale.dtype == torch.float32  # no state dict holds it
 
 
+def test_names_to_leave_out_that_mean_nothing_are_told_once(
+    empty: Empty, checkpoint: Path, halved: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    load_and_quantize_model(
+        empty(), halved(skip_modules=["body.2", "bod"], keep_in_fp32=["norm"]), checkpoint
+    )
+    told = [record.getMessage() for record in caplog.records if "names nothing of" in record.getMessage()]
+    assert len(told) == 1
+    assert told[0].startswith("'bod', 'norm' of skip_modules and keep_in_fp32_modules")
+    caplog.clear()
+    load_and_quantize_model(empty(), halved(skip_modules=["body.2"], keep_in_fp32=["head.bias"]), checkpoint)
+    assert "names nothing of" not in caplog.text
+
+
 def test_ties_stay_ties(halved: Any, tmp_path: Path) -> None:
     def built() -> nn.Module:
         model = nn.ModuleDict({"emb": nn.Embedding(8, 4), "up": nn.Linear(4, 4), "head": nn.Linear(4, 8)})

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from acc_ops.optional import is_available
-from acc_ops.world import destroy_group
+from acc_ops.parting import destroy_group
 from acc_plugins import (
     FullyShardedDataParallelPlugin,
     load_fsdp_model,

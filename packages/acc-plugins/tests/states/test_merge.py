@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import weakref
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from acc_bigmodel import load_weights
 from acc_ops.testing import run_threads
 from acc_plugins.states.merge import merge_fsdp_weights, merge_shards
 from acc_plugins.states.shards import ShardFolder
+from acc_plugins.states.whole import CheckpointError
 
 STATE = {("model", "a"): torch.arange(12.0).view(4, 3), ("model", "b"): torch.arange(5)}
 CHUNKS = {("model", "a"): [((0, 0), (2, 3)), ((2, 0), (2, 3))]}
@@ -92,6 +94,46 @@ def test_the_shards_go_only_when_they_are_merged_and_only_they(checkpoint: Path,
     merge_shards(shards, tmp_path / "out", remove_checkpoint_dir=True)
     assert not shards.exists()
     assert (checkpoint / "optimizer_0" / ".metadata").is_file()
+
+
+MANIFEST = json.dumps(
+    {"format": 1, "world_size": 1, "files": {"pytorch_model_fsdp_0/.metadata": {"bytes": 1, "crc32": 0}}},
+    indent=1,
+)
+
+
+@pytest.mark.parametrize("text", [MANIFEST, MANIFEST[:20]], ids=["whole", "half of it is left"])
+def test_a_checkpoint_of_save_state_stays_whole(checkpoint: Path, tmp_path: Path, text: str) -> None:
+    (checkpoint / "manifest.json").write_text(text)
+    before = {path: path.stat().st_mtime_ns for path in checkpoint.rglob("*")}
+    shards, out = checkpoint / "pytorch_model_fsdp_0", tmp_path / "out"
+
+    def refused(message: str, *arguments: str, **options: bool) -> None:
+        with pytest.raises(CheckpointError, match=message):
+            merge_fsdp_weights(*arguments, **options)
+
+    refused("is a checkpoint of save_state, merging weights", str(checkpoint), str(checkpoint))
+    refused("is a part of the checkpoint .*ck, merging weights", str(checkpoint), str(shards))
+    refused(
+        "is a part of the checkpoint .*ck, remove_checkpoint_dir",
+        str(shards),
+        str(out),
+        remove_checkpoint_dir=True,
+    )
+    assert {path: path.stat().st_mtime_ns for path in checkpoint.rglob("*")} == before
+    assert not out.exists()
+    merge_fsdp_weights(str(checkpoint), str(out))
+    if text == MANIFEST:  # a folder of its own, in the checkpoint
+        merge_fsdp_weights(str(checkpoint), str(checkpoint / "merged"))
+        assert (checkpoint / "merged" / "model.safetensors").is_file()
+
+
+def test_a_manifest_of_something_else_forbids_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    (checkpoint / "manifest.json").write_text('{"name": "a web application"}')
+    shards = checkpoint / "pytorch_model_fsdp_0"
+    merge_fsdp_weights(str(shards), str(checkpoint), remove_checkpoint_dir=True)
+    assert (checkpoint / "model.safetensors").is_file()
+    assert not shards.exists()
 
 
 @pytest.mark.parametrize("wrong", ["optimizer_0", "nothing"])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from acc_plugins.states.names import Names, ParameterNames
 from acc_plugins.states.optimizers import (
-    Opened,
+    check_fits,
     open_optimizer,
     saved_keys,
     state_by_name,
@@ -141,10 +141,10 @@ def test_other_parameters_are_an_error_that_names_them(tmp_path: Path, write_sha
     with pytest.raises(
         ValueError, match=r"lacks \['2\.bias', '2\.weight'\], and has \['0\.bias', '0\.weight'\]"
     ):
-        state_to_load(open_optimizer(tmp_path, "optimizer"), others, _names(model, others))
+        check_fits(open_optimizer(tmp_path, "optimizer"), others, _names(model, others))
     _write(tmp_path, "by place", some, _names(model, some), write_shards)
     with pytest.raises(ValueError, match="has 2 parameters, that of the optimizer has 4"):
-        state_to_load(
+        check_fits(
             open_optimizer(tmp_path, "optimizer"),
             OPTIMIZERS["sgd"](model.parameters()),
             [["a", "b", "c", "d"]],
@@ -159,7 +159,7 @@ def test_a_state_of_another_shape_is_an_error_before_anything_is_read(tmp_path: 
     wider = nn.Sequential(nn.Linear(3, 9), nn.Tanh(), nn.Linear(9, 2))
     other = OPTIMIZERS["adam"](wider.parameters())
     with pytest.raises(ValueError, match=r"exp_avg of shape \(4, 3\) for 0\.weight, whose shape is \(9, 3\)"):
-        state_to_load(open_optimizer(tmp_path, "optimizer"), other, _names(wider, other))
+        check_fits(open_optimizer(tmp_path, "optimizer"), other, _names(wider, other))
 
 
 def test_a_file_with_more_than_plain_data_is_refused(tmp_path: Path) -> None:
@@ -204,21 +204,17 @@ def test_tensors_that_are_there_are_filled_and_the_state_is_not_in_memory_twice(
     assert all(torch.equal(last[name], before[name]) for name in own)
 
 
-def test_what_was_checked_is_not_opened_again_unless_it_changed(tmp_path: Path) -> None:
+def test_what_was_opened_is_not_opened_again_unless_it_changed(tmp_path: Path) -> None:
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     file = tmp_path / "optimizer.bin"
     torch.save(optimizer.state_dict(), file)
-    opened = Opened()
-    opened.check(tmp_path, "optimizer")
-    checked = opened.take(tmp_path, "optimizer")
-    assert checked.is_still(file)
-    assert opened.take(tmp_path, "optimizer") is not checked  # it is handed out once
-    opened.check(tmp_path, "optimizer")
+    opened = open_optimizer(tmp_path, "optimizer")
+    assert opened.latest(tmp_path, "optimizer") is opened
     file.unlink()
     optimizer.param_groups[0]["lr"] = 0.25
     torch.save(optimizer.state_dict(), file)
-    assert opened.take(tmp_path, "optimizer").groups[0]["lr"] == 0.25
+    assert opened.latest(tmp_path, "optimizer").groups[0]["lr"] == 0.25
     file.unlink()
     with pytest.raises(FileNotFoundError):
-        opened.check(tmp_path, "optimizer")
+        opened.latest(tmp_path, "optimizer")

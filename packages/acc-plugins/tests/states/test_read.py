@@ -9,7 +9,8 @@ from torch import nn
 
 from acc_bigmodel import save_weights
 from acc_plugins.states.files import open_weights
-from acc_plugins.states.read import load_weights
+from acc_plugins.states.names import plain_name
+from acc_plugins.states.read import load_weights, ready_to_load
 
 
 def _model() -> nn.Module:
@@ -91,6 +92,21 @@ def test_a_tied_name_that_the_file_lacks_has_the_value_of_the_other(saved: Any) 
     assert model[0].weight[0, 0] == 4
 
 
+def test_a_view_of_a_weight_under_another_name_is_found_by_the_weight_s(saved: Any) -> None:
+    model: Any = nn.Linear(2, 3)
+    model.register_buffer("copy", model.weight.detach())
+    load_weights(model, saved({"weight": torch.full((3, 2), 2.0), "bias": torch.zeros(3)}))
+    assert torch.equal(model.copy, torch.full((3, 2), 2.0))
+    assert model.copy.data_ptr() == model.weight.data_ptr()
+
+
+def test_a_lazy_layer_gets_its_shape_from_the_file(tmp_path: Path) -> None:
+    save_weights({"weight": torch.full((3, 2), 2.0), "bias": torch.zeros(3)}, tmp_path, "model")
+    model = nn.LazyLinear(3)
+    load_weights(model, open_weights(tmp_path, "model"))
+    assert torch.equal(model.weight, torch.full((3, 2), 2.0))
+
+
 def test_old_batch_norms_without_a_count_are_loaded(saved: Any) -> None:
     state = _model().state_dict()
     del state["1.num_batches_tracked"]
@@ -125,3 +141,85 @@ def test_extra_state_comes_out_of_shards(tmp_path: Path, write_shards: Any) -> N
     model = _Extra(2, 2)
     load_weights(model, open_weights(tmp_path, "model"))
     assert model.got == {"scale": 7}
+
+
+def _compiled(model: nn.Module, inner: bool = True) -> Any:
+    """With one layer compiled, or all of it."""
+    if inner:
+        model[0] = torch.compile(model[0], backend="eager")
+        return model
+    return torch.compile(model, backend="eager")
+
+
+@pytest.mark.parametrize("reader", [None, True, False])
+@pytest.mark.parametrize("writer", [None, True, False])
+def test_what_is_compiled_where_makes_no_difference(saved: Any, writer: Any, reader: Any) -> None:
+    source, model = _model(), _model()
+    expected = {name: value.clone() for name, value in source.state_dict().items()}
+    written = source if writer is None else _compiled(source, writer)
+    load_weights(model if reader is None else _compiled(model, reader), saved(written.state_dict()))
+    assert all(torch.equal(value, expected[plain_name(name)]) for name, value in model.state_dict().items())
+
+
+def test_two_names_that_are_one_without_wrappers_are_an_error(saved: Any) -> None:
+    state = {"weight": torch.ones(2, 2), "_orig_mod.weight": torch.zeros(2, 2)}
+    model = nn.Linear(2, 2, bias=False)
+    before = model.weight.clone()
+    with pytest.raises(
+        ValueError, match=r"_orig_mod\.weight and weight are both|weight and _orig_mod\.weight are both"
+    ):
+        load_weights(model, saved(state))
+    assert torch.equal(model.weight, before)
+
+
+class _Renamed(nn.Linear):
+    """Reads files of an earlier version, where its weight was called `kernel`."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        if f"{prefix}kernel" in state_dict:
+            state_dict[f"{prefix}weight"] = state_dict.pop(f"{prefix}kernel")
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def test_a_compiled_module_that_renames_its_weights_finds_the_old_names(tmp_path: Path) -> None:
+    save_weights({"0.kernel": torch.full((2, 2), 3.0)}, tmp_path, "model")
+    model = _compiled(nn.Sequential(_Renamed(2, 2, bias=False)))
+    load_weights(model, open_weights(tmp_path, "model"))
+    assert model[0].weight.tolist() == [[3.0, 3.0]] * 2
+
+
+class _Expanded(nn.Module):
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((2,), value))
+        self.register_buffer("shown", torch.full((3, 1), value).expand(3, 4))
+
+
+def test_what_lies_in_memory_once_and_is_shown_often_comes_back(saved: Any) -> None:
+    model = _Expanded(1.0)
+    own = model.shown
+    result = load_weights(model, saved(_Expanded(2.0).state_dict()))
+    assert model.shown is own
+    assert own.stride() == (1, 0)
+    assert torch.equal(own, torch.full((3, 4), 2.0))
+    assert model.weight.tolist() == [2.0, 2.0]
+    assert not result.missing_keys
+
+
+def test_several_values_for_what_is_one_are_an_error_before_anything_is_changed(saved: Any) -> None:
+    state = {**_Expanded(2.0).state_dict(), "shown": torch.arange(12.0).view(3, 4)}
+    model = _Expanded(1.0)
+    with pytest.raises(
+        RuntimeError, match=r"shown is one value shown several times .* clone\(\) it in the model"
+    ):
+        load_weights(model, saved(state))
+    assert model.weight.tolist() == [1.0, 1.0]
+
+
+def test_nothing_is_read_or_changed_until_the_load_is_called(saved: Any) -> None:
+    model, expected = _model(), _model().state_dict()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    load = ready_to_load(model, saved(expected))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    load()
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from acc_ops.world import World, current_world, destroy_group
+from acc_ops.parting import destroy_group
+from acc_ops.world import World, current_world
 
 
 @pytest.fixture

@@ -138,6 +138,130 @@ def test_a_strategy_compares_before_it_changes_anything(work: Callable[[World], 
     words_of(work, match, size=2)
 
 
+def _tied(tie: bool) -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    if tie:
+        model[1].weight = model[0].weight
+    return model
+
+
+def _optimizer(model: nn.Module, **more: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), **more)
+
+
+def _two_groups(model: Any, rank: int, **more: Any) -> torch.optim.Optimizer:
+    first, second = list(model[0].parameters()), list(model[1].parameters())
+    groups = [{"params": first}, {"params": second, **more}]
+    return torch.optim.SGD(groups if rank == 0 or more else [{"params": first + second}], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("built", "match"),
+    [
+        (
+            lambda m, r: [_optimizer(m, lr=0.1 * (1 + r))],
+            "lr in group 0 of AdamW is 0.1 on rank 0 and 0.2 on",
+        ),
+        (
+            lambda m, r: [_optimizer(m, betas=(0.9, 0.9 + r / 100))],
+            r"betas .* is \(0.9, 0.9\) .* \(0.9, 0.91\) on",
+        ),
+        (
+            lambda m, r: [_optimizer(m, amsgrad=bool(r))],
+            "amsgrad in group 0 of AdamW is False on rank 0 and True",
+        ),
+        (
+            lambda m, r: [_optimizer(m, lr=torch.tensor(1.0 + r))],
+            "lr in group 0 of AdamW is 1 on rank 0 and 2 on rank 1",
+        ),
+        (
+            lambda m, r: [torch.optim.AdamW(list(m.parameters())[: 4 - r])],
+            "parameter 3 in group 0 of AdamW is 1.bias on rank 0 and not there on rank 1",
+        ),
+        (
+            lambda m, r: [torch.optim.AdamW(list(m.parameters())[:: -1 if r else 1])],
+            "parameter 0 in group 0 of AdamW is 0.weight on rank 0 and 1.bias on rank 1",
+        ),
+        (
+            lambda m, r: [_two_groups(m, r)],
+            "number of parameter groups of SGD is 2 on rank 0 and 1 on rank 1",
+        ),
+        (
+            lambda m, r: [_optimizer(m), _two_groups(m, r, weight_decay=r)],
+            "weight_decay in group 1 of optimizer 1 .SGD. is 0 on rank 0 and 1 on rank 1",
+        ),
+    ],
+)
+def test_optimizers_that_differ_are_an_error_on_every_rank(built: Any, match: str) -> None:
+    def work(world: World) -> None:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        prepared(world, model, optimizers=built(model, world.rank))
+
+    words_of(work, match, size=2)
+
+
+def test_an_optimizer_that_comes_after_its_model_is_compared_too() -> None:
+    def run() -> None:
+        world = current_world()
+        model, strategy = nn.Linear(2, 2), ReplicatedStrategy(world, Precision())
+        strategy.prepare(Bundle(models=[model]))
+        strategy.prepare(Bundle(optimizers=[_optimizer(model)]))
+        with pytest.raises(ValueError, match="parameter 0 in group 0 of SGD is weight on rank 0 and bias on"):
+            parameters = [model.bias if world.rank else model.weight]
+            strategy.prepare(Bundle(optimizers=[torch.optim.SGD(parameters)]))
+
+    run_threads(2, run)
+
+
+def test_what_only_looks_different_in_an_optimizer_is_none_of_it() -> None:
+    def run() -> None:
+        world = current_world()
+        model = nn.Linear(2, 2)
+        optimizer = _optimizer(model, lr=1 if world.rank else 1.0)
+        optimizer.param_groups[0]["hook"] = lambda: world.rank  # no plain value
+        prepared(world, model, optimizers=[optimizer])
+
+    run_threads(2, run)
+
+
+def test_weights_that_are_shared_on_one_rank_only_are_an_error() -> None:
+    words_of(lambda w: prepared(w, _tied(w.rank == 1)), r"\('1.weight'.*, 'shared with 0.weight'\)", size=2)
+    run_threads(2, lambda: prepared(current_world(), _tied(True)))
+
+
+def test_an_empty_model_is_tied_as_it_says_before_it_is_compared() -> None:
+    class Retied(nn.Sequential):
+        def tie_weights(self) -> None:
+            self[1].weight = self[0].weight
+
+    def run() -> None:
+        world = current_world()
+        with torch.device("meta" if world.rank else "cpu"):
+            model = Retied(nn.Linear(2, 2), nn.Linear(2, 2))
+        if world.is_main:
+            model.tie_weights()
+        strategy = ReplicatedStrategy(world, Precision())
+        strategy._agree(Bundle(models=[model]))
+
+    run_threads(2, run)
+
+
+def test_what_a_user_s_function_raises_on_one_rank_is_raised_on_all() -> None:
+    class Asks(ReplicatedStrategy):
+        def treatment(self, model: nn.Module) -> Facts:
+            if self.world.rank == 1:
+                raise KeyError("no such block")
+            return []
+
+    def run() -> str:
+        world = current_world()
+        with pytest.raises(KeyError, match="no such block") as caught:
+            Asks(world, Precision()).prepare(Bundle(models=[nn.Linear(1, 1)]))
+        return str(caught.value.__cause__)
+
+    assert run_threads(2, run) == ["rank 1 raised this", "'no such block'"]
+
+
 def test_a_model_for_evaluation_is_one_rank_s_own_matter() -> None:
     def run() -> float:
         world = current_world()

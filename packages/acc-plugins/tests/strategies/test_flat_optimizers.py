@@ -64,8 +64,10 @@ def test_what_one_parameter_cannot_be_is_an_error_and_no_optimizer_is_changed(gr
     good: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     bad: Any = torch.optim.SGD(groups(model), lr=0.1)
     before = [list(group["params"]) for o in (good, bad) for group in o.param_groups]
+    flat = [[*model[0].parameters(), *model[1].parameters()]]
     with pytest.raises(ValueError, match=said):
-        places.move([good, bad], [_flattened(model, 0, 1)[0]], SoloComm())
+        places.check([good, bad], flat, True, SoloComm())
+    places.check([good, bad], flat, False, SoloComm())  # the originals stay
     after = [group["params"] for o in (good, bad) for group in o.param_groups]
     assert [[id(p) for p in group] for group in after] == [[id(p) for p in group] for group in before]
 
@@ -75,9 +77,9 @@ def test_an_optimizer_that_has_stepped_is_refused() -> None:
     optimizer: Any = torch.optim.Adam(model.parameters())
     model(torch.tensor([[1.0, 2.0]])).sum().square().backward()
     optimizer.step()
-    for shown in (False, True):
+    for merged in (True, False):
         with pytest.raises(ValueError, match=r"Adam has state for 0\.weight already"):
-            ParameterPlaces([model]).move([optimizer], [_flattened(model, 0, shown=shown)[0]], SoloComm())
+            ParameterPlaces([model]).check([optimizer], [list(model.parameters())], merged, SoloComm())
 
 
 def test_state_that_is_still_what_construction_made_is_made_again_in_the_new_shape() -> None:
@@ -116,7 +118,7 @@ def test_state_that_one_number_does_not_tell_is_refused_and_nothing_is_changed(c
     change(optimizer.state[model[0].weight])
     before = {id(p): dict(state) for p, state in optimizer.state.items()}
     with pytest.raises(ValueError, match=r"Adagrad has state for 0\.(weight|bias) already"):
-        places.move([optimizer], [_flattened(model, 0)[0]], SoloComm())
+        places.check([optimizer], [list(model.parameters())], True, SoloComm())
     assert {id(p) for p in optimizer.param_groups[0]["params"]} == set(before)
     assert all(
         state[name] is value for p, state in optimizer.state.items() for name, value in before[id(p)].items()

@@ -77,6 +77,22 @@ def test_an_output_format_is_the_roots_only(alone: World) -> None:
 
 
 @needs_fsdp2
+def test_a_parameter_without_elements_stays_whole_and_the_rest_is_trained(alone: World) -> None:
+    model = net()
+    model.none = nn.Parameter(torch.ones(0, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    made = strategy(alone, auto_wrap_policy=is_linear)
+    made.prepare(Bundle(models=[model], optimizers=[optimizer]))
+    before = model[0].weight.full_tensor().detach().clone()
+    made.backward(model(torch.ones(1, 4)).sum() + model.none.sum())
+    optimizer.step()
+    assert type(model.none) is nn.Parameter
+    assert model.none.grad.shape == (0, 3)
+    assert not torch.equal(model[0].weight.full_tensor(), before)
+    assert list(made.state(model)) == ["none", "0.weight", "0.bias", "2.weight", "2.bias"]
+
+
+@needs_fsdp2
 def test_without_sync_nests_and_a_backward_may_synchronise_inside(alone: World) -> None:
     made = strategy(alone, auto_wrap_policy=is_linear)
     (model,) = made.prepare(Bundle(models=[net()])).models

@@ -13,6 +13,7 @@ from acc_plugins.options import fsdp_values as values
 from acc_plugins.options.checks import require_at_least, settle
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 logger = LazyLogger(__name__)
@@ -62,7 +63,7 @@ class FullyShardedDataParallelPlugin:
         None,
         flag=False,
         key=False,
-        help="formats of parameters and gradients: fp16, bf16, fp32, fp8, a dictionary, or torch's policy",
+        help="formats of parameters and gradients: fp16, bf16, fp32, fp8, a dtype, a dictionary, or torch's policy",
     )
     auto_wrap_policy: Any = _fsdp(  # noqa: RUF009  only declares
         "auto_wrap_policy",
@@ -255,9 +256,9 @@ class FullyShardedDataParallelPlugin:
             )
 
     def set_mixed_precision(
-        self, mixed_precision: str, buffer_autocast: bool = False, override: bool = False
+        self, mixed_precision: str | torch.dtype, buffer_autocast: bool = False, override: bool = False
     ) -> None:
-        """Compute in `mixed_precision` (fp16, bf16, fp32; fp8 computes the rest in bf16) unless a policy is set already, or with `override`.
+        """Compute in `mixed_precision` (fp16, bf16, fp32, or the dtype; fp8 computes the rest in bf16) unless a policy is set already, or with `override`.
 
         `buffer_autocast` keeps the buffers of version 1 in float32. Raises OptionError for another name.
         """

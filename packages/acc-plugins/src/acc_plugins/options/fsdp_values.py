@@ -137,13 +137,16 @@ def offloads(policy: Any) -> Any:
     return bool(getattr(policy, "offload_params", type(policy).__name__ == "CPUOffloadPolicy"))
 
 
-def precision_policy(name: str, version: int | None, buffer_autocast: bool = False) -> Any:
-    """torch's policy that computes and reduces in the format `name`."""
+def precision_policy(name: str | torch.dtype, version: int | None, buffer_autocast: bool = False) -> Any:
+    """torch's policy that computes and reduces in the format `name`, or torch's own name of it."""
     import torch  # noqa: PLC0415
 
-    if name not in _PRECISIONS:
-        raise OptionError(f"mixed precision must be one of {', '.join(_PRECISIONS)}, got {name!r}")
-    dtype = getattr(torch, _PRECISIONS[name])
+    known = {short: getattr(torch, long) for short, long in _PRECISIONS.items()}
+    dtype = known.get(name, name) if isinstance(name, str) else name
+    if dtype not in known.values():
+        raise OptionError(
+            f"mixed precision must be one of {', '.join(known)} or such a torch dtype, got {name!r}"
+        )
     last = "output_dtype" if version == 2 else "buffer_dtype"
     made = {"param_dtype": dtype, "reduce_dtype": dtype, last: dtype}
     if version == 1 and buffer_autocast:
@@ -152,9 +155,11 @@ def precision_policy(name: str, version: int | None, buffer_autocast: bool = Fal
 
 
 def checked_precision(value: Any, version: int | None) -> Any:
-    """torch's policy from a name, a dictionary of its fields (formats also by name), or itself."""
+    """torch's policy from a name or a dtype, a dictionary of its fields (formats also by name), or itself."""
+    import torch  # noqa: PLC0415
+
     kind = _precision_class(version)
-    if isinstance(value, str):
+    if isinstance(value, (str, torch.dtype)):
         return precision_policy(value, version)
     if isinstance(value, Mapping):
         known = [field.name for field in dataclasses.fields(kind) if not field.name.startswith("_")]
@@ -166,7 +171,7 @@ def checked_precision(value: Any, version: int | None) -> Any:
         return kind(**{key: _dtype(key, one) if key.endswith("dtype") else one for key, one in value.items()})
     if not isinstance(value, kind):
         raise OptionError(
-            f"mixed_precision_policy must be one of {', '.join(_PRECISIONS)}, a dictionary or a {kind.__name__} with "
+            f"mixed_precision_policy must be one of {', '.join(_PRECISIONS)}, a dtype, a dictionary or a {kind.__name__} with "
             f"fsdp_version={version}, got {value!r}"
         )
     return value

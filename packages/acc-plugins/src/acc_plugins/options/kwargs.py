@@ -66,6 +66,7 @@ class InitProcessGroupKwargs(KwargsHandler):
     timeout: timedelta | None = option(
         None,
         parse=lambda text: timedelta(seconds=float(text)),
+        plain=timedelta.total_seconds,
         help="how long a collective may wait, in seconds",
     )
 
@@ -161,7 +162,10 @@ class DistributedDataParallelKwargs(KwargsHandler):
         try:
             model.register_comm_hook(state=state, hook=hook)
         except TypeError as error:
-            raise ValueError(f"comm_hook={self.comm_hook} cannot be used here: {error}") from error
+            name = "comm_hook" if self.comm_hook is _HOOK.BF16 else "comm_wrapper"
+            raise ValueError(
+                f"{name}=bf16 cannot be used here: {error}. Use fp16, which compresses as much, leave it out, or train on GPUs through nccl"
+            ) from error
 
 
 def _batched_power_sgd(module: Any) -> Callable[..., Any]:

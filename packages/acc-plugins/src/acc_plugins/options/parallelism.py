@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 logger = LazyLogger(__name__)
 
 _PREFIX = "PARALLELISM_CONFIG_"
+_MARK = "the sizes of a mesh"
 _AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")  # the order in the mesh: the last one varies fastest
 JOINED = {  # what build_device_mesh joins to one axis; sp stands where cp would: ranks that share a sequence average their gradients, and shard over each other
     "dp": ("dp_replicate", "dp_shard"),
@@ -283,7 +284,7 @@ class ParallelismConfig:
         world = current_world()
         grouped = dist.is_available() and dist.is_initialized()
         if not (grouped and dist.get_backend() == "fake"):  # where no other rank is there to be asked
-            self._compare(world.comm.all_gather_object({axis: self._of(axis) for axis in _AXES}))
+            self._compare(world.comm.all_gather_object((_MARK, {axis: self._of(axis) for axis in _AXES})))
         axes = self._enabled(*_AXES)
         if not axes:
             return None
@@ -307,12 +308,21 @@ class ParallelismConfig:
         return mesh[tuple(axes)]._flatten(name) if axes else None
 
     @staticmethod
-    def _compare(told: list[dict[str, int]]) -> None:
-        for rank, sizes in enumerate(told):
-            other = next((axis for axis in _AXES if sizes[axis] != told[0][axis]), None)
+    def _compare(told: list[Any]) -> None:
+        elsewhere = next(
+            (rank for rank, one in enumerate(told) if not isinstance(one, tuple) or one[:1] != (_MARK,)), None
+        )
+        if elsewhere is not None:
+            raise ValueError(
+                f"this rank builds the mesh of its parallelism_config, rank {elsewhere} is at another place of the program: give every rank the same "
+                "parallelism_config, and call the same functions in the same order"
+            )
+        everyone = [sizes for _, sizes in told]
+        for rank, sizes in enumerate(everyone):
+            other = next((axis for axis in _AXES if sizes[axis] != everyone[0][axis]), None)
             if other is not None:
                 raise ValueError(
-                    f"the ranks disagree on {other}_size: rank 0 has {told[0][other]}, rank {rank} has {sizes[other]}. Give all ranks the same "
+                    f"the ranks disagree on {other}_size: rank 0 has {everyone[0][other]}, rank {rank} has {sizes[other]}. Give all ranks the same "
                     "arguments and variables"
                 )
 

@@ -7,7 +7,7 @@ https://arxiv.org/abs/2309.14509) gives each rank the whole sequence of some of 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,23 @@ from torch import Tensor
 
 from acc_plugins.parallel.exchange import Line
 from acc_plugins.parallel.masks import SequenceError, causal, rows_here, rows_of_all, with_all_keys
+
+
+class Asked(NamedTuple):
+    """What torch's function is asked: queries (..., heads, time, size), keys, values, which keys each query sees, and its other options."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    is_causal: bool
+    options: dict[str, Any]
+
+    def answer(self) -> Tensor:
+        """What it returns for these tensors alone."""
+        return F.scaled_dot_product_attention(
+            self.query, self.key, self.value, attn_mask=self.mask, is_causal=self.is_causal, **self.options
+        )
 
 
 class Attention:
@@ -40,23 +57,14 @@ class Attention:
         options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale}
         if enable_gqa:
             options["enable_gqa"] = True
+        asked = Asked(query, key, value, attn_mask, is_causal, options)
         if not self._is_split(query, key, is_causal):
-            return F.scaled_dot_product_attention(
-                query, key, value, attn_mask=attn_mask, is_causal=is_causal, **options
-            )
+            return asked.answer()
         if is_causal and attn_mask is not None:
             raise SequenceError("attention takes either attn_mask or is_causal=True, not both: leave one out")
-        return self.attend(query, key, value, attn_mask, is_causal, options)
+        return self.attend(asked)
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        is_causal: bool,
-        options: dict[str, Any],
-    ) -> Tensor:
+    def attend(self, asked: Asked) -> Tensor:
         """The same where all of them are split."""
         raise NotImplementedError
 
@@ -77,15 +85,8 @@ class Attention:
 class Keys(Attention):
     """Context parallelism: keys and values come from all ranks, the queries stay."""
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        is_causal: bool,
-        options: dict[str, Any],
-    ) -> Tensor:
+    def attend(self, asked: Asked) -> Tensor:
+        query, key, value, mask, is_causal, options = asked
         line, rows, places = self.line, query.shape[-2], key.shape[-2]
         if key.shape == value.shape and key.dtype == value.dtype:  # one exchange for both
             key, value = line.join(torch.stack((key, value)), -2).unbind(0)
@@ -99,9 +100,7 @@ class Keys(Attention):
             key, value = key[..., :seen, :], value[..., :seen, :]
             if first:
                 mask, is_causal = causal(first, rows, seen, query.device), False
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=is_causal and mask is None, **options
-        )
+        return Asked(query, key, value, mask, is_causal and mask is None, options).answer()
 
 
 class Heads(Attention):
@@ -115,15 +114,8 @@ class Heads(Attention):
             )
         return super()._is_split(query, key, is_causal)
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        is_causal: bool,
-        options: dict[str, Any],
-    ) -> Tensor:
+    def attend(self, asked: Asked) -> Tensor:
+        query, key, value, mask, is_causal, options = asked
         line, rows, heads = self.line, query.shape[-2], query.shape[-3] if query.dim() > 2 else 1
         if heads % line.size:
             raise SequenceError(
@@ -132,13 +124,10 @@ class Heads(Attention):
         if key.shape[-3] % line.size:  # fewer than there are ranks: as many copies as there are queries
             copies = heads // key.shape[-3]
             key, value = key.repeat_interleave(copies, -3), value.repeat_interleave(copies, -3)
-            options.pop("enable_gqa", None)
+            options = {name: option for name, option in options.items() if name != "enable_gqa"}
         if mask is not None:
             mask = rows_of_all(with_all_keys(mask, key.shape[-2], line), rows, line)
             if mask.dim() > 2 and mask.shape[-3] == heads > 1:
                 mask = line.mine(mask, -3)
         query, key, value = (line.swap(t, -3, -2) for t in (query, key, value))
-        out = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=is_causal, **options
-        )
-        return line.swap(out, -2, -3)
+        return line.swap(Asked(query, key, value, mask, is_causal, options).answer(), -2, -3)

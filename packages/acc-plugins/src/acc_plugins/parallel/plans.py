@@ -8,7 +8,7 @@ carry. A plan maps names of modules, in which `*` stands for one part between do
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -171,13 +171,3 @@ def split_dim(module: nn.Module, style: Any) -> int | None:
     if part is None:
         return None
     return int((part == "columns") == isinstance(module, nn.Embedding))
-
-
-def shared(model: nn.Module) -> Iterator[list[tuple[nn.Module, str, str]]]:
-    """Groups of places (module, attribute, name of the module) that hold one parameter."""
-    places: dict[int, list[tuple[nn.Module, str, str]]] = {}
-    for name, module in model.named_modules():
-        for attribute, parameter in module._parameters.items():
-            if parameter is not None:
-                places.setdefault(id(parameter), []).append((module, attribute, name))
-    return (group for group in places.values() if len(group) > 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,9 +19,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from acc_hooks.ties import Place, shared_parameters, tie_again
 from acc_ops.rng_sharing import synchronize_rng_states
 from acc_ops.world import World
-from acc_plugins.parallel.plans import PlanError, plan_of, resolve, shared, split_dim
+from acc_plugins.parallel.plans import PlanError, plan_of, resolve, split_dim
 
 logger = logging.getLogger(__name__)
 _COUNTS = ("num_heads", "n_heads", "n_head", "nhead", "num_attention_heads")
@@ -65,13 +67,14 @@ def split_layers(model: nn.Module, styles: dict[str, Any], mesh: DeviceMesh, lin
                     line.comm.broadcast(tensor.detach().clone(memory_format=torch.contiguous_format), 0)
                 )
     synchronize_rng_states(["torch", *([] if line.device.type == "cpu" else [line.device.type])], world=line)
-    groups = list(shared(model))
+    groups = shared_parameters(model)
     for name, style in styles.items():
         made = _style(style, model.get_submodule(name))
         if made is not None:
             parallelize_module(model.get_submodule(name), mesh, made, **_FROM_HERE)
     for group in groups:
-        _tie_again(group)
+        _check_layouts(group)
+        tie_again(group)
 
 
 def split_like(state: Tensor, before: Tensor, after: Tensor) -> Tensor:
@@ -108,7 +111,7 @@ def _style(style: Any, module: nn.Module) -> ParallelStyle | None:
 
 def _complete_shared(model: nn.Module, styles: dict[str, Any]) -> None:
     """Layers that share a weight with one that is split are split the same way. Raises PlanError where that is not possible."""
-    for group in shared(model):
+    for group in shared_parameters(model):
         cuts = {name: split_dim(module, styles[name]) for module, _, name in group if name in styles}
         if not cuts or set(cuts.values()) == {None}:
             continue
@@ -141,18 +144,17 @@ def _completion(module: nn.Module, attribute: str, cuts: set[int | None]) -> str
     return None
 
 
-def _tie_again(group: list[tuple[nn.Module, str, str]]) -> None:
-    """The places that shared a parameter share the split one."""
-    (first, attribute, one_name), *others = group
-    one: Any = first._parameters[attribute]
-    for module, name, other_name in others:
-        other: Any = module._parameters[name]
+def _check_layouts(group: Sequence[Place]) -> None:
+    """The places that shared a parameter can share the split one. Raises PlanError where their styles left it in two layouts."""
+    first, *others = group
+    one: Any = first.module._parameters[first.attribute]
+    for place in others:
+        other: Any = place.module._parameters[place.attribute]
         if getattr(one, "placements", None) != getattr(other, "placements", None):
             raise PlanError(
-                f"{one_name}.{attribute} and {other_name}.{name} shared one weight, and their styles left it in two layouts: {_layout(one)} and "
+                f"{first.name} and {place.name} shared one weight, and their styles left it in two layouts: {_layout(one)} and "
                 f"{_layout(other)}. Give both a style that splits it the same way"
             )
-        module._parameters[name] = one
 
 
 def _layout(parameter: Tensor) -> str:

@@ -26,6 +26,7 @@ from torch.distributed.pipelining.schedules import (
 from torch.optim import Optimizer
 
 from acc_bigmodel.inference.stages import choose_split_points
+from acc_hooks.ties import replace_tensors
 from acc_ops.exchange import raise_together, together, tried
 from acc_ops.world import World, current_world
 from acc_plugins.pipeline.batches import BatchForm
@@ -299,15 +300,14 @@ class Pipelined(Piped):
 
     def _drop_others(self) -> None:
         """Weights of other ranks' stages need no memory here."""
-        known = dict(self.model.named_parameters(remove_duplicate=False))
-        mine = {id(known[name]) for name in self._names}
-        empty: dict[int, nn.Parameter] = {}
-        for module in self.model.modules():
-            for name, p in list(module._parameters.items()):
-                if p is not None and id(p) not in mine:
-                    if id(p) not in empty:
-                        empty[id(p)] = nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
-                    module._parameters[name] = empty[id(p)]
+        others = {id(p) for p in self.model.parameters()} - {id(p) for p in self.parameters()}
+
+        def without_memory(tensor: Tensor) -> Tensor:
+            if id(tensor) not in others:
+                return tensor
+            return nn.Parameter(tensor.detach().to("meta"), requires_grad=tensor.requires_grad)
+
+        replace_tensors(self.model, without_memory)
 
     # a step ------------------------------------------------------------------------------------------------------------------
 

@@ -76,6 +76,12 @@ def surround_forward(model: nn.Module, around: Around) -> nn.Module:
     return model
 
 
+def surround_inside(model: nn.Module, around: Around) -> nn.Module:
+    """The same, inside what the forwards of `model` run through already."""
+    outer = around_of(model)
+    return surround_forward(model, around if outer is None else Nested(outer, around))
+
+
 def restore_forward(model: nn.Module) -> nn.Module:
     """Undo `surround_forward`; a model it never saw is left alone. Returns `model`."""
     vars(model).pop(_AROUND, None)

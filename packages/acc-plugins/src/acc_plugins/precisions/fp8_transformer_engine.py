@@ -21,7 +21,7 @@ from acc_ops.optional import require
 from acc_ops.options import sources
 from acc_ops.unwrap import register_unwrap_finalizer
 from acc_plugins.precisions.amp import BFloat16Autocast
-from acc_plugins.precisions.forward import Nested, around_of, surround_forward
+from acc_plugins.precisions.forward import Nested, surround_forward, surround_inside
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -96,9 +96,7 @@ def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: TERecipeKwargs | No
     Inside whatever a precision does around its forward already. Raises ImportError without TransformerEngine, ValueError for MXFP8 block
     scaling where this GPU has none, or together with options of the scaling by history.
     """
-    inner = _autocast(fp8_recipe_handler)
-    outer = around_of(model)
-    return surround_forward(model, inner if outer is None else Nested(outer, inner))
+    return surround_inside(model, _autocast(fp8_recipe_handler))
 
 
 class TransformerEngineFloat8(BFloat16Autocast):

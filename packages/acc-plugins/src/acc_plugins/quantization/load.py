@@ -34,6 +34,7 @@ from acc_plugins.quantization.bnb_weights import is_statistics
 from acc_plugins.quantization.choose import weight_format
 from acc_plugins.quantization.device_maps import is_rest, quantized_device_map, rest_dtype
 from acc_plugins.quantization.format import Stored, WeightFormat
+from acc_plugins.quantization.layers import is_named
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ def load_and_quantize_model(
             "%s has its weights in memory already: building it under init_empty_weights() and giving weights_location takes less memory",
             type(model).__name__,
         )
+    _say_what_is_not_there(model, kind)
     left_out = kind.left_out(model)
     homes = quantized_device_map(model, kind, left_out, device_map, max_memory, no_split_module_classes)
     check_device_map(model, homes)
@@ -88,6 +90,20 @@ def load_and_quantize_model(
         dispatch_model(model, homes, offload_dir=offload_folder, offload_index=index or None)
     kind.mark(model)
     return model
+
+
+def _say_what_is_not_there(model: nn.Module, kind: WeightFormat) -> None:
+    """A warning for names to leave out that mean nothing of this model: a typing error would quantise what shall stay."""
+    paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
+    paths += [name for name, _ in every_tensor(model)]
+    asked = dict.fromkeys([*(kind.skip_modules or ()), *kind.keep_in_fp32])
+    unknown = [name for name in asked if not any(is_named(path, [name]) for path in paths)]
+    if unknown:
+        logger.warning(
+            "%s of skip_modules and keep_in_fp32_modules names nothing of %s, and has no effect: give whole parts of a path, such as 'body.0'",
+            ", ".join(map(repr, unknown)),
+            type(model).__name__,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

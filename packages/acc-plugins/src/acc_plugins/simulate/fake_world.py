@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from acc_ops.world import World, forget_meshes, use_world
+from acc_ops.parting import forget_meshes
+from acc_ops.world import World, use_world
 
 # a process has one process group; who comes again in the same thread is told so
 _ONE_AT_A_TIME = threading.RLock()

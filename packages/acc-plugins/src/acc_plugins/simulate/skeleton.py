@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from acc_hooks.ties import replace_tensors
+
 
 def meta_copy(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
     """A copy of `model` (or what the function `model` makes) on the meta device; ties stay ties, and the model is not changed.
@@ -34,21 +36,12 @@ def meta_copy(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
 
 def give_memory(model: nn.Module) -> None:
     """Replace tensors on the meta device by empty ones on the CPU, ties kept. Under FakeTensorMode they take no memory either."""
-    made: dict[int, Tensor] = {}
 
-    def filled(tensor: Tensor) -> Tensor:
-        if id(tensor) not in made:
-            made[id(tensor)] = torch.empty_like(tensor.detach(), device="cpu")
-        return made[id(tensor)]
+    def with_memory(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor
+        empty = torch.empty_like(tensor.detach(), device="cpu")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        return nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
 
-    for module in list(model.modules()):
-        for name, parameter in list(module._parameters.items()):
-            if parameter is not None and parameter.is_meta:
-                fresh = made.get(id(parameter))
-                if fresh is None:
-                    fresh = nn.Parameter(filled(parameter), requires_grad=parameter.requires_grad)
-                    made[id(parameter)] = fresh
-                module._parameters[name] = fresh  # type: ignore[assignment]
-        for name, buffer in list(module._buffers.items()):
-            if buffer is not None and buffer.is_meta:
-                module._buffers[name] = filled(buffer)
+    replace_tensors(model, with_memory)

@@ -11,6 +11,7 @@ import acc_bigmodel  # lazy: what writes files is loaded when it is first used
 from acc_ops.exchange import together
 from acc_ops.world import current_world
 from acc_plugins.states.shards import METADATA, ShardFolder, ShardStore, is_shard_folder
+from acc_plugins.states.whole import check_no_checkpoint, check_no_part
 
 logger = logging.getLogger(__name__)
 _WEIGHTS, _OPTIMIZERS = "pytorch_model_fsdp_*", "optimizer*"
@@ -26,7 +27,8 @@ def merge_fsdp_weights(
 
     `checkpoint_dir` is the folder of shards, or a checkpoint that holds one. The main process does it, the others wait. Raises ValueError on all
     of them for a folder that holds no shards of weights, with a hint which one does, and for `remove_checkpoint_dir` (which takes the shards
-    away afterwards) where more than the shards would go, and what the disk raises.
+    away afterwards) where more than the shards would go, CheckpointError where a checkpoint of `save_state` would not be whole any more (it lies in
+    `output_path`, or the shards to remove are a part of it), and what the disk raises.
     """
     world = current_world()
 
@@ -55,9 +57,12 @@ def merge_shards(
     More than `max_shard_size` (bytes, or "5GB") makes several files and an index. The files appear when they are whole; with safetensors one
     tensor at a time is in memory, with torch files all of one file.
     """
+    for check in (check_no_checkpoint, check_no_part):
+        check(output_path, "merging weights into it")
     folder = find_shards(checkpoint_dir)
     if remove_checkpoint_dir:
         _check_removable(Path(checkpoint_dir), folder, Path(output_path))
+        check_no_part(folder, "remove_checkpoint_dir")
     store = ShardStore(ShardFolder(folder))
     if not len(store) or ("optimizer", "state") in {key[:2] for key in store.folder.tensors}:
         raise ValueError(f"{folder} holds no weights but the state of an optimizer.{_hint(folder.parent)}")

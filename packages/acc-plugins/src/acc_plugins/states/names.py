@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,6 +32,39 @@ def plain_name(name: str) -> str:
     if not any(part in name for part in _WRAPPERS):
         return name
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def plain_names(names: Collection[str]) -> dict[str, str]:
+    """By plain name the name as it is, in the same order. ValueError for two names that become one."""
+    text = "\0".join(names)
+    if not any(part in text for part in _WRAPPERS):  # one search, not one for each of thousands
+        return dict(zip(names, names, strict=True))
+    found: dict[str, str] = {}
+    for name in names:
+        other = found.setdefault(plain_name(name), name)
+        if other != name:
+            raise ValueError(
+                f"{other} and {name} are both called {plain_name(name)} in a checkpoint, where {', '.join(sorted(_WRAPPERS))} are left out, as "
+                "torch's wrappers put them in: rename one of the modules"
+            )
+    return found
+
+
+def plain_state(state: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """A module's `state_dict()` by plain names, with the versions of its modules (`_metadata`): the same object where the names are plain already."""
+    names = plain_names(state)
+    if isinstance(state, OrderedDict) and all(plain == name for plain, name in names.items()):
+        return state
+    return with_versions({plain: state[name] for plain, name in names.items()}, state)
+
+
+def with_versions(state: Mapping[str, Any], of: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """`state` with the `_metadata` of `of`, by the plain names of the modules: of a wrapper and what it wraps the latter's."""
+    made: OrderedDict[str, Any] = OrderedDict(state)
+    versions = getattr(of, "_metadata", None)
+    if versions is not None:
+        vars(made)["_metadata"] = OrderedDict((plain_name(path), told) for path, told in versions.items())
+    return made
 
 
 def stem_and_index(name: str) -> tuple[str, int]:
@@ -80,6 +114,11 @@ class ParameterNames:
         ):
             return noted
         return _in_groups(inner, names)
+
+    def about(self, models: Iterable[nn.Module], optimizers: Iterable[Any]) -> list[Names]:
+        """The names of each optimizer's parameters, group by group, while `models` are about to be prepared: nothing is remembered."""
+        names = _names_of([*models, *self._living()])
+        return [_in_groups(inner_optimizer(optimizer), names) for optimizer in optimizers]
 
     def models_of(self, optimizer: Any) -> list[nn.Module]:
         """The prepared models that have parameters in this optimizer."""

@@ -19,12 +19,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from acc_plugins.states.files import find_optimizer
 from acc_plugins.states.names import Names, inner_optimizer
 from acc_plugins.states.read import sliced
 from acc_plugins.states.shards import METADATA, Box, Key, ShardFolder
 from acc_plugins.states.spread import is_dtensor, local_pieces, map_tensors
+from acc_plugins.states.whole import DoesNotFitError
 
 # what torch's own optimizers keep in the shape of the parameter; another shape is another model's
 _LIKE_PARAMETER = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "sum", "square_avg", "grad_avg", "acc_delta", "prev", "step_size", "ax"}  # fmt: skip
@@ -73,9 +75,12 @@ class SavedOptimizer:
     more: Mapping[str, Any] = field(default_factory=dict)  # what some optimizers keep beside state and groups
     identity: tuple[int, ...] = ()  # of the file when it was opened
 
-    def is_still(self, where: Path) -> bool:
-        """Whether it is what lies in `where` now."""
-        return self.where == where and self.identity == _identity(where)
+    def latest(self, folder: str | Path, name: str) -> SavedOptimizer:
+        """Itself, or what lies there now, where that is another one. Errors as of `open_optimizer`."""
+        where = find_optimizer(folder, name)
+        return (
+            self if (self.where, self.identity) == (where, _identity(where)) else open_optimizer(folder, name)
+        )
 
     @property
     def by_name(self) -> bool:
@@ -102,25 +107,6 @@ def open_optimizer(folder: str | Path, name: str) -> SavedOptimizer:
     return SavedOptimizer(where=where, state=state, groups=groups, more=more, identity=identity)
 
 
-class Opened:
-    """The states that were opened to be checked, so that the load which follows need not open them again."""
-
-    def __init__(self) -> None:
-        self._checked: dict[tuple[Path, str], SavedOptimizer] = {}
-
-    def check(self, folder: str | Path, name: str) -> None:
-        """Open it; the errors of `open_optimizer`."""
-        self._checked.pop((Path(folder), name), None)
-        self._checked[Path(folder), name] = open_optimizer(folder, name)
-
-    def take(self, folder: str | Path, name: str) -> SavedOptimizer:
-        """As `open_optimizer`, which is called where nothing was checked, or something else lies there now."""
-        checked = self._checked.pop((Path(folder), name), None)
-        if checked is not None and checked.is_still(find_optimizer(folder, name)):
-            return checked
-        return open_optimizer(folder, name)
-
-
 def state_by_name(optimizer: Any, names: Names) -> dict[str, Any]:
     """The optimizer's `state_dict()` with names in the place of numbers. Tensors are the optimizer's own."""
     state = inner_optimizer(optimizer).state_dict()
@@ -136,16 +122,26 @@ def state_by_name(optimizer: Any, names: Names) -> dict[str, Any]:
     }
 
 
+def check_fits(saved: SavedOptimizer, optimizer: Any, names: Names, *, shapes: bool = True) -> None:
+    """DoesNotFitError (a ValueError) when the parameters are not those of the optimizer, or have another shape.
+
+    `shapes=False`: the parameters are not the user's own but what FSDP1 has made of them, and only their names are compared.
+    """
+    keys = saved_keys(saved, names)
+    if shapes:
+        parameters = [p for group in inner_optimizer(optimizer).param_groups for p in group["params"]]
+        _check_shapes(saved, keys, parameters, [name for group in names for name in group])
+
+
 def state_to_load(
     saved: SavedOptimizer, optimizer: Any, names: Names, map_location: Any = None
 ) -> dict[str, Any]:
     """What `optimizer.load_state_dict` takes: this rank's part of every tensor, in the memory that the optimizer has for it, or in new memory.
 
-    Raises ValueError, before anything is read, when the parameters are not those of the optimizer or have another shape.
+    Nothing is compared here: that is `check_fits`.
     """
     parameters = [p for group in inner_optimizer(optimizer).param_groups for p in group["params"]]
     keys = saved_keys(saved, names)
-    _check_shapes(saved, keys, parameters, [name for group in names for name in group])
     state: dict[Any, Any] = {}
     present = inner_optimizer(optimizer).state
     taken: set[int] = set()
@@ -164,7 +160,7 @@ def state_to_load(
 
 
 def state_to_load_by_name(saved: SavedOptimizer, names: Names) -> dict[str, Any]:
-    """The same by name, each parameter's tensors whole and read when they are asked for. Raises ValueError as `state_to_load`."""
+    """The same by name, each parameter's tensors whole and read when they are asked for."""
     keys = saved_keys(saved, names)
     called = [name for group in names for name in group]
     groups = [
@@ -177,9 +173,9 @@ def state_to_load_by_name(saved: SavedOptimizer, names: Names) -> dict[str, Any]
 
 
 def saved_keys(saved: SavedOptimizer, names: Names) -> list[Any]:
-    """For every parameter of the optimizer, in its order, the key that the file has for it. ValueError where the two do not fit."""
+    """For every parameter of the optimizer, in its order, the key that the file has for it. DoesNotFitError where the two do not fit."""
     if len(saved.groups) != len(names):
-        raise ValueError(
+        raise DoesNotFitError(
             f"{saved.where} has {len(saved.groups)} parameter groups, the optimizer has {len(names)}: build it with the groups that were saved"
         )
     keys: list[Any] = []
@@ -187,12 +183,12 @@ def saved_keys(saved: SavedOptimizer, names: Names) -> list[Any]:
         theirs = list(group["params"])
         if saved.by_name and set(theirs) != set(own):
             missing, unknown = sorted(set(own) - set(theirs)), sorted(set(theirs) - set(own))
-            raise ValueError(
+            raise DoesNotFitError(
                 f"the parameters of group {place} in {saved.where} are not those of the optimizer: it lacks {missing[:10]}, and has {unknown[:10]} "
                 "that the optimizer does not train"
             )
         if len(theirs) != len(own):
-            raise ValueError(
+            raise DoesNotFitError(
                 f"group {place} in {saved.where} has {len(theirs)} parameters, that of the optimizer has {len(own)}: build it with the parameters that "
                 "were saved, in the same order"
             )
@@ -266,10 +262,11 @@ def _check_shapes(
         for part, value in entries.items() if isinstance(entries, Mapping) else ():
             if (
                 part in _LIKE_PARAMETER
+                and not is_lazy(parameter)
                 and isinstance(value, Value)
                 and value.shape not in (parameter.shape, ())
             ):
-                raise ValueError(
+                raise DoesNotFitError(
                     f"{saved.where} has {part} of shape {tuple(value.shape)} for {name}, whose shape is {tuple(parameter.shape)}: it was saved for "
                     "another model, or with the parameters in another order"
                 )

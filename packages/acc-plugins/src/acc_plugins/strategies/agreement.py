@@ -2,26 +2,33 @@
 
 [Note: why first, and under one form] Strategies exchange other things in other orders, so ranks with different ones would wait for each other, or read what was
 meant for something else. This exchange is the first one of every strategy (of FSDP1's constructor, too, where that speaks), and looks the
-same for all. What is compared: options that decide what is sent or written, and of every model its weights, which of them are trained, and how it
-is split.
+same for all. What is compared: options that decide what is sent or written; of every model its weights, which of them are trained, which are
+shared, and how it is split; of every optimizer its groups, by the names of their parameters, and their settings. A rank that cannot say what it
+would do (a user's wrap policy raises) tells its error here, and all raise that.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
+import numbers
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from torch import Tensor, nn
 
 from acc_ops.comm import Comm
+from acc_ops.exchange import portable, raise_first
 from acc_plugins.states import fsdp1
 
+T = TypeVar("T")
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _MARK = "what a strategy prepares"
+
+_SHOWN_NUMBERS = 64  # of a tensor among an optimizer's settings
 
 Facts = list[tuple[Any, ...]]  # plain data, each with a name first
 
@@ -35,13 +42,30 @@ class ModelFacts:
     treated: Facts
 
 
-def check_agreement(comm: Comm, options: Mapping[str, str], models: Sequence[ModelFacts] = ()) -> None:
+@dataclass(frozen=True, kw_only=True)
+class OptimizerFacts:
+    """The same for one optimizer: for each group the names of its `parameters` and its `settings`, by name as text."""
+
+    kind: str
+    parameters: list[list[str]]
+    settings: list[dict[str, str]]
+
+
+def check_agreement(
+    comm: Comm,
+    options: Mapping[str, str],
+    models: Sequence[ModelFacts] = (),
+    optimizers: Sequence[OptimizerFacts] = (),
+    *,
+    error: Exception | None = None,
+) -> None:
     """Raise the same ValueError on every rank, naming what differs and where, unless all of them say the same. Every rank calls it.
 
-    Only a digest of what is told of the models is sent, and the rest where that differs.
+    `error` is why this rank cannot say it: then every rank raises that of the first that has one. Only a digest of what is told of models and
+    optimizers is sent, and the rest where that differs.
     """
-    digest = hashlib.sha256(repr(models).encode()).hexdigest()
-    told = comm.all_gather_object((_MARK, dict(options), digest))
+    digest = hashlib.sha256(repr((models, optimizers)).encode()).hexdigest()
+    told = comm.all_gather_object((_MARK, dict(options), digest, portable(error)))
     for rank, one in enumerate(told):
         if not (isinstance(one, tuple) and one[:1] == (_MARK,)):
             raise ValueError(
@@ -49,8 +73,11 @@ def check_agreement(comm: Comm, options: Mapping[str, str], models: Sequence[Mod
                 "options, and call the same functions in the same order"
             )
     _compare_options([one[1] for one in told])
+    raise_first([one[3] for one in told], comm.rank, error)
     if len({one[2] for one in told}) > 1:
-        _refuse_models(comm.all_gather_object(list(models)))
+        everyone = comm.all_gather_object((list(models), list(optimizers)))
+        _compare_models([one[0] for one in everyone])
+        _refuse_optimizers([one[1] for one in everyone])
 
 
 def _compare_options(everyone: list[dict[str, str]]) -> None:
@@ -64,8 +91,10 @@ def _compare_options(everyone: list[dict[str, str]]) -> None:
                 )
 
 
-def _refuse_models(everyone: list[list[ModelFacts]]) -> NoReturn:
-    rank, theirs = next((rank, one) for rank, one in enumerate(everyone) if one != everyone[0])
+def _compare_models(everyone: list[list[ModelFacts]]) -> None:
+    rank, theirs = _first_other(everyone)
+    if rank is None:
+        return
     if len(theirs) != len(everyone[0]):
         raise ValueError(
             f"rank 0 prepares {len(everyone[0])} models at once and rank {rank} {len(theirs)}: call prepare with the same things on every rank"
@@ -82,6 +111,38 @@ def _refuse_models(everyone: list[list[ModelFacts]]) -> NoReturn:
     )
 
 
+def _refuse_optimizers(everyone: list[list[OptimizerFacts]]) -> NoReturn:
+    rank, theirs = _first_other(everyone)
+    at, here, there = next(
+        (at, a, b) for at, (a, b) in enumerate(zip(everyone[0], theirs, strict=True)) if a != b
+    )
+    kind = here.kind if len(theirs) == 1 else f"optimizer {at} ({here.kind})"
+    what, mine, other = _how_optimizers_differ(here, there)
+    raise ValueError(
+        f"the ranks built different optimizers: {what} of {kind} is {mine} on rank 0 and {other} on rank {rank}. Build the same optimizer on every rank"
+    )
+
+
+def _how_optimizers_differ(here: OptimizerFacts, there: OptimizerFacts) -> tuple[str, Any, Any]:
+    """What, how it is in the one and in the other."""
+    if len(here.parameters) != len(there.parameters):
+        return "the number of parameter groups", len(here.parameters), len(there.parameters)
+    for group, (ours, theirs) in enumerate(zip(here.parameters, there.parameters, strict=True)):
+        for at, (one, other) in enumerate(itertools.zip_longest(ours, theirs, fillvalue="not there")):
+            if one != other:
+                return f"parameter {at} in group {group}", one, other
+    for group, (mine, its) in enumerate(zip(here.settings, there.settings, strict=True)):
+        for name in [*mine, *its]:
+            if mine.get(name) != its.get(name):
+                return f"{name} in group {group}", mine.get(name, "not there"), its.get(name, "not there")
+    raise AssertionError("they are alike")
+
+
+def _first_other(everyone: Sequence[T]) -> tuple[int | None, T]:
+    """The first rank that says something else than rank 0, and what; None where there is none."""
+    return next(((rank, one) for rank, one in enumerate(everyone) if one != everyone[0]), (None, everyone[0]))
+
+
 def _first_difference(here: Facts, there: Facts) -> tuple[Any, Any]:
     """Two facts of one name that are not the same; else what only one side has, else two of one place (another order)."""
     ours, theirs = ({fact[0]: fact for fact in side} for side in (here, there))
@@ -96,15 +157,48 @@ def model_facts(model: nn.Module, treated: Facts) -> ModelFacts:
     return ModelFacts(kind=type(model).__name__, weights=list(_weights(model)), treated=treated)
 
 
+def optimizer_facts(optimizer: Any, names: list[list[str]]) -> OptimizerFacts:
+    """What this rank tells of an optimizer, whose parameters have those names in each group.
+
+    Of its settings what is plain: numbers, words, and lists and tensors of them. Functions and other objects cannot be compared.
+    """
+    settings = []
+    for group in optimizer.param_groups:
+        shown = {key: _setting(value) for key, value in group.items() if key not in ("params", "param_names")}
+        settings.append({key: text for key, text in shown.items() if text is not None})
+    return OptimizerFacts(kind=type(optimizer).__name__, parameters=names, settings=settings)
+
+
+def _setting(value: Any) -> str | None:
+    """The same text for the same value, 1 for 1.0; None for what is not plain."""
+    if isinstance(value, Tensor):
+        if value.is_meta or hasattr(value, "device_mesh") or value.numel() > _SHOWN_NUMBERS:
+            return f"a tensor of shape {tuple(value.shape)}"
+        return _setting(value.detach().tolist())
+    if value is None or isinstance(value, (bool, str)):
+        return str(value)
+    if isinstance(value, numbers.Integral):
+        return str(int(value))
+    if isinstance(value, numbers.Real):
+        return repr(float(value)).removesuffix(".0")
+    if isinstance(value, (list, tuple)):
+        items = [_setting(item) for item in value]
+        return None if None in items else f"({', '.join(map(str, items))})"
+    return None
+
+
 def _weights(model: nn.Module) -> Iterator[tuple[Any, ...]]:
-    """Name, shape, format, and for parameters whether they are trained; of buffers those that are saved."""
+    """Name, shape, format, and for parameters whether they are trained; of buffers those that are saved. Of what stands elsewhere, too, where."""
     if fsdp1.has_fsdp1(model):  # each rank shows its own part
         yield "", "prepared before"
         return
+    first: dict[int, str] = {}
     for prefix, module in model.named_modules():
         for name, tensor in module._parameters.items():
             if tensor is not None:
-                yield *_layout(prefix, name, tensor), "trained" if tensor.requires_grad else "frozen"
+                fact = (*_layout(prefix, name, tensor), "trained" if tensor.requires_grad else "frozen")
+                home = first.setdefault(id(tensor), fact[0])
+                yield fact if home == fact[0] else (*fact, f"shared with {home}")
         for name, tensor in module._buffers.items():
             if tensor is not None and name not in module._non_persistent_buffers_set:
                 yield _layout(prefix, name, tensor)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from acc_plugins.precisions.forward import Nested, around_of, surround_forward
+from acc_plugins.precisions.forward import Nested, around_of, surround_inside
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,9 @@ class Checkpointed:
 
 def checkpoint_block(block: nn.Module, *, offload: bool = False) -> nn.Module:
     """Let `block` compute again in backward; the same object back, once however often it is asked for."""
-    pin = offload and torch.accelerator.is_available()
     around = around_of(block)
     inside = around.inner if isinstance(around, Nested) else around
     if isinstance(inside, Checkpointed):
         return block
-    new = Checkpointed(offload, pin)
-    return surround_forward(block, new if around is None else Nested(around, new))
+    pin = offload and torch.accelerator.is_available()
+    return surround_inside(block, Checkpointed(offload, pin))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -39,6 +39,24 @@ def clip_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type:
         norms = torch._foreach_norm(gradients, norm_type)
         total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
         torch._foreach_mul_(gradients, torch.clamp(max_norm / (total + 1e-6), max=1.0))
+    return total
+
+
+def clip_parts(
+    parts: Mapping[Any, list[Tensor]], max_norm: float, norm_type: float | str, device: torch.device
+) -> Tensor:
+    """The same for plain gradients of which each rank has a part: process group -> what its ranks share; whole ones are under None.
+
+    Every rank calls it, with the same groups in the same order.
+    """
+    norm_type = float(norm_type)
+    with torch.no_grad():
+        norms = [_norm_of_parts(gradients, group, norm_type, device) for group, gradients in parts.items()]
+        total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for gradients in parts.values():
+            for gradient in gradients:
+                gradient.mul_(scale.to(gradient.device, gradient.dtype))
     return total
 
 
@@ -124,3 +142,23 @@ def _norm_of(group: list[Tensor], place: _Place, norm_type: float, wide: torch.d
     for axis in axes:
         dist.all_reduce(power, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, mesh.get_group(axis))
     return power if infinite or not axes else power ** (1 / norm_type)
+
+
+def _norm_of_parts(gradients: list[Tensor], group: Any, norm_type: float, device: torch.device) -> Tensor:
+    """Over the ranks of `group`, in float32 at least."""
+    real = [g.abs() if g.is_complex() else g for g in gradients if g.numel()]  # of ignored modules
+    wide = [g if g.dtype == torch.float64 else g.float() for g in real]
+    kind = torch.float64 if any(g.dtype == torch.float64 for g in wide) else torch.float32
+    norm = torch.zeros((), dtype=kind, device=device)
+    if wide:
+        norms = [torch.linalg.vector_norm(g, norm_type).to(norm) for g in wide]
+        norm = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    if group is None:
+        return norm
+    norm = norm.double() if device.type == "cpu" else norm
+    if norm_type == float("inf"):
+        dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=group)
+        return norm
+    summed = norm**norm_type
+    dist.all_reduce(summed, group=group)
+    return summed ** (1.0 / norm_type)

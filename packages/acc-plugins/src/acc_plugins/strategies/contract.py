@@ -81,6 +81,12 @@ class StrategyContract(ContractBase):
     def test_without_sync_keeps_gradients_on_their_rank_until_they_are_synchronised(self) -> None:
         self.on_ranks("check_sync")
 
+    def test_a_step_behind_a_window_that_was_broken_off_exchanges_what_it_held(self) -> None:
+        self.on_ranks("check_broken_window")
+
+    def test_a_window_that_was_broken_off_and_emptied_leaves_nothing_behind(self) -> None:
+        self.on_ranks("check_emptied_window")
+
     def test_every_precision_trains_near_float32_and_skips_overflows_on_all_ranks(self) -> None:
         self.on_ranks("check_precisions")
 
@@ -266,6 +272,43 @@ class StrategyContract(ContractBase):
             with strategy.sync_next_backward(model):
                 strategy.backward(loss)
         self._assert_close(self.whole_gradients(strategy, model), reference.gradients())
+
+    def check_broken_window(self) -> None:
+        """All micro-batches without synchronising, a last one that gets no backward, then a step: the mean over all ranks, and so in the next window."""
+        strategy, model, optimizer = self._prepared()
+        reference = self._reference()
+        x, y = self._share(strategy.world)
+        for look in (True, False):
+            with strategy.without_sync(model):
+                for part, target in zip(x.chunk(2), y.chunk(2), strict=True):
+                    strategy.backward(self.loss(model, part, target), divisor=2)
+                self.loss(model, x, y)
+            reference.backward()
+            if look:
+                strategy.exchange_held()
+                self._assert_close(self.whole_gradients(strategy, model), reference.gradients())
+                norm = strategy.clip_norm(list(model.parameters()), 1e9)
+                torch.testing.assert_close(norm.cpu(), reference.norm(), rtol=self.rtol, atol=0)
+            strategy.step(optimizer)
+            reference.optimizer.step()
+            optimizer.zero_grad()
+            self._assert_state(strategy, model, reference.model.state_dict())
+            expected = reference.step()
+            got = self._train(strategy, model, optimizer, steps=1)
+            self._assert_close({"loss": _doubles(got)}, {"loss": _doubles([expected])})
+
+    def check_emptied_window(self) -> None:
+        strategy, model, optimizer = self._prepared()
+        reference = self._reference()
+        x, y = self._share(strategy.world)
+        with strategy.without_sync(model):
+            strategy.backward(self.loss(model, x, y))
+        optimizer.zero_grad()
+        strategy.drop_held(optimizer)
+        self._train(strategy, model, optimizer, steps=2)
+        reference.step()
+        reference.step()
+        self._assert_state(strategy, model, reference.model.state_dict())
 
     def check_precisions(self) -> None:
         for name in self.precisions:

@@ -17,15 +17,16 @@ from acc_plugins.options.kwargs import DistributedDataParallelKwargs
 from acc_plugins.precisions.precision import Precision
 from acc_plugins.strategies.agreement import told
 from acc_plugins.strategies.ddp_order import order_of, put_in_order
+from acc_plugins.strategies.held import Own, SynchronisingStrategy
 from acc_plugins.strategies.placing import is_dispatched
-from acc_plugins.strategies.strategy import Bundle, Strategy
+from acc_plugins.strategies.replicated import average_gradients
+from acc_plugins.strategies.strategy import Bundle
 
 
-class DDPStrategy(Strategy):
+class DDPStrategy(SynchronisingStrategy):
     """DistributedDataParallel over the world's process group. Evaluation bundles and models that train nothing are not wrapped."""
 
     name: ClassVar[str] = "ddp"
-    synchronises: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -89,14 +90,27 @@ class DDPStrategy(Strategy):
             return None
         return [next(iter(kinds))]
 
-    def without_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+    def without_sync(self, model: nn.Module, apart: bool = False) -> AbstractContextManager[Any]:
         """`DistributedDataParallel.no_sync`: enter it around the forward too, which is where torch looks.
 
         With `static_graph` the first backward of a model synchronises all the same: torch learns the graph from it, and fails without.
         """
         if isinstance(model, DistributedDataParallel) and not _still_learns(model):
-            return model.no_sync()
-        return super().without_sync(model)
+            return self._windows.holding(model, model.no_sync(), apart)
+        return super().without_sync(model, apart)
+
+    def window_of(self, model: nn.Module) -> nn.Module | None:
+        return model if isinstance(model, DistributedDataParallel) else None
+
+    def own_gradients(self, model: nn.Module) -> Own:
+        return [p.grad for p in model.parameters()]
+
+    def synchronises_now(self, model: Any) -> bool:
+        return bool(model.require_backward_grad_sync)
+
+    def exchange_model(self, model: nn.Module) -> None:
+        """Without the communication hook, which torch calls in a backward only."""
+        average_gradients(self.world, (p for p in model.parameters() if p.requires_grad))
 
     def exchange_order(self, model: nn.Module) -> list[list[str]] | None:
         """DDP's buckets, see `ddp_order`."""

@@ -31,12 +31,24 @@ class ParameterPlaces:
                 own = ((name, p) for name, p in module._parameters.items() if p is not None)
                 self._parameters.update({(id(module), name): p for name, p in own})
 
-    def move(self, optimizers: Sequence[Optimizer], units: Iterable[Any], comm: Comm) -> None:
-        """Give `optimizers` the flat parameters of the FSDP modules `units` for the originals in them. Every rank of `comm` calls it.
+    def check(
+        self, optimizers: Sequence[Optimizer], flat: Iterable[Sequence[Tensor]], merged: bool, comm: Comm
+    ) -> None:
+        """Whether `move` can be called once the parameters of each of `flat` have become one. Every rank of `comm` calls it, before that.
 
-        Raises ValueError, on every rank as on rank 0, for an optimizer that has made steps already, and, without `use_orig_params`, for one that
-        treats the parameters of a flat one differently. No optimizer is changed then.
+        Raises ValueError, on every rank as on rank 0, for an optimizer that has made steps already, and, where the originals are not shown any
+        more (`merged`), for one that treats the parameters of a flat one differently.
         """
+        homes = [list(one) for one in flat] if merged else [[p] for one in flat for p in one]
+        for optimizer in optimizers if merged else ():
+            groups = optimizer.param_groups
+            home = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
+            for originals in homes:
+                self._refuse_differences(optimizer, originals, home)
+        self._told_states(optimizers, homes, comm)
+
+    def move(self, optimizers: Sequence[Optimizer], units: Iterable[Any], comm: Comm) -> None:
+        """Give `optimizers` the flat parameters of the FSDP modules `units` for the originals in them, after `check`. Every rank of `comm` calls it."""
         moved: list[tuple[Any, list[Tensor]]] = []
         homes: list[tuple[Any, list[Tensor]]] = []  # what is trained now, and the originals in it
         for unit in units:
@@ -47,15 +59,10 @@ class ParameterPlaces:
                 homes += [(p, [p]) for p in originals]
             elif originals:
                 moved.append((flat, originals))
-        plans = [(optimizer, self._plan(optimizer, moved)) for optimizer in optimizers]
         homes += moved
-        begins = [self._begins(optimizer, homes) for optimizer in optimizers]
-        told = comm.broadcast_object(begins)  # rank 0's: the parameters of others may have had no values
-        problem = next((one for one in told if isinstance(one, str)), None)
-        if problem is not None:
-            raise ValueError(problem)
-        for (optimizer, groups), states in zip(plans, told, strict=True):
-            for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+        told = self._told_states(optimizers, [originals for _, originals in homes], comm)
+        for optimizer, states in zip(optimizers, told, strict=True):
+            for group, parameters in zip(optimizer.param_groups, _groups(optimizer, moved), strict=True):
                 group["params"] = parameters
             for (new, originals), state in zip(homes, states, strict=True):
                 for p in originals:
@@ -63,27 +70,8 @@ class ParameterPlaces:
                 if state:
                     optimizer.state[new] = {name: filled(value, new) for name, value in state.items()}
 
-    def _plan(self, optimizer: Optimizer, moved: list[tuple[Any, list[Tensor]]]) -> list[list[Tensor]]:
-        """The parameters of each group as they shall be."""
-        home = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        becomes: dict[int, Any] = {}
-        for flat, originals in moved:
-            self._refuse_differences(optimizer, originals, home)
-            becomes.update({id(p): flat for p in originals})
-        placed: set[int] = set()
-        groups: list[list[Tensor]] = []
-        for group in optimizer.param_groups:
-            parameters = []
-            for p in group["params"]:
-                new = becomes.get(id(p), p)
-                if id(new) not in placed:  # in the first group that had one of its originals
-                    placed.add(id(new))
-                    parameters.append(new)
-            groups.append(parameters)
-        return groups
-
     def _refuse_differences(
-        self, optimizer: Optimizer, originals: list[Tensor], home: dict[int, int]
+        self, optimizer: Optimizer, originals: Sequence[Tensor], home: dict[int, int]
     ) -> None:
         trained = [p for p in originals if id(p) in home]
         if not trained:
@@ -106,12 +94,21 @@ class ParameterPlaces:
                     "auto_wrap_policy"
                 )
 
-    def _begins(
-        self, optimizer: Optimizer, homes: Iterable[tuple[Any, list[Tensor]]]
-    ) -> list[dict[str, Any]] | str:
+    def _told_states(
+        self, optimizers: Sequence[Optimizer], homes: Sequence[Sequence[Tensor]], comm: Comm
+    ) -> list[list[dict[str, Any]]]:
+        """For each optimizer the state of each home, as rank 0 has it: the parameters of others may have had no values. ValueError for steps."""
+        told = comm.broadcast_object([self._begins(optimizer, homes) for optimizer in optimizers])
+        problem = next((one for one in told if isinstance(one, str)), None)
+        if problem is not None:
+            raise ValueError(problem)
+        states: list[list[dict[str, Any]]] = told
+        return states
+
+    def _begins(self, optimizer: Optimizer, homes: Iterable[Sequence[Tensor]]) -> list[dict[str, Any]] | str:
         """The state of each home, with a `Same` in the place of a tensor in a parameter's shape; what is wrong as text."""
         found: list[dict[str, Any]] = []
-        for _, originals in homes:
+        for originals in homes:
             states = [summary_of(optimizer.state.get(p, {}), self._shapes[id(p)]) for p in originals]
             other = next((at for at, state in enumerate(states) if state is None or state != states[0]), None)
             if other is not None:
@@ -124,6 +121,22 @@ class ParameterPlaces:
 
     def _name(self, p: Tensor) -> str:
         return self._names.get(id(p), "a parameter")
+
+
+def _groups(optimizer: Optimizer, moved: Iterable[tuple[Any, list[Tensor]]]) -> list[list[Tensor]]:
+    """The parameters of each group as they shall be: a flat one in the first group that had one of its originals."""
+    becomes = {id(p): flat for flat, originals in moved for p in originals}
+    placed: set[int] = set()
+    groups: list[list[Tensor]] = []
+    for group in optimizer.param_groups:
+        parameters = []
+        for p in group["params"]:
+            new = becomes.get(id(p), p)
+            if id(new) not in placed:
+                placed.add(id(new))
+                parameters.append(new)
+        groups.append(parameters)
+    return groups
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

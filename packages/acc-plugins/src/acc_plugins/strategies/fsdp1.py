@@ -14,18 +14,19 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import _Policy
 
+from acc_hooks.ties import shared_parameters, tie_again
+from acc_ops.exchange import together
 from acc_ops.world import World
 from acc_plugins.options import fsdp_values
 from acc_plugins.options.fsdp import FullyShardedDataParallelPlugin
@@ -34,8 +35,9 @@ from acc_plugins.strategies import gradients
 from acc_plugins.strategies.agreement import Facts, check_agreement
 from acc_plugins.strategies.buffers import SharedBuffers
 from acc_plugins.strategies.checkpointing import checkpoint_block
-from acc_plugins.strategies.clip import unique_parameters
+from acc_plugins.strategies.clip import clip_parts, unique_parameters
 from acc_plugins.strategies.flat_optimizers import ParameterPlaces
+from acc_plugins.strategies.fsdp1_flattening import checked_flat_parameters, ignored_parameters
 from acc_plugins.strategies.fsdp2_wrapping import as_torch_asks, chosen_blocks
 from acc_plugins.strategies.fsdp_plugin import (
     check_made_for,
@@ -44,6 +46,7 @@ from acc_plugins.strategies.fsdp_plugin import (
     told_ignored,
     told_options,
 )
+from acc_plugins.strategies.held import Own, SynchronisingStrategy
 from acc_plugins.strategies.optimizer_kinds import check_for_pieces
 from acc_plugins.strategies.placing import follow, place
 from acc_plugins.strategies.replicated import average_gradients
@@ -57,11 +60,11 @@ _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 _LOW = (torch.float16, torch.bfloat16)
 
 
-class FSDP1Strategy(ShardedStrategy):
+class FSDP1Strategy(SynchronisingStrategy, ShardedStrategy):
     """FullyShardedDataParallel over the world's process group. Models of an evaluation bundle are not wrapped."""
 
     name: ClassVar[str] = "fsdp1"
-    synchronises: ClassVar[bool] = True
+    changes_modules_in_place: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -86,6 +89,10 @@ class FSDP1Strategy(ShardedStrategy):
             )
         self.plugin = plugin
         self.state_dict_type = plugin.state_dict_type.name
+        if not plugin.use_orig_params:
+            self.why_not_compiled = (
+                "torch.compile does not look into FSDP version 1 with use_orig_params=False: say True"
+            )
         self._mesh = self._nodes_mesh() if plugin.sharding_strategy in _HYBRID else None
         # parameter -> the group over which its gradient is sharded; None: every rank has all of it
         self._shared_by: Any = torch.utils.weak.WeakIdKeyDictionary()
@@ -111,21 +118,20 @@ class FSDP1Strategy(ShardedStrategy):
         return {**super().options_of_all_ranks(), **told_options(self.plugin)}
 
     def treatment(self, model: nn.Module) -> Facts:
-        try:
-            ignored = {id(p) for m in ignored_modules(model, self.plugin) for p in m.parameters()}
-            blocks = {id(block) for block in chosen_blocks(model, self.plugin, frozenset(ignored))}
-        except ValueError as error:  # raised again where the model is wrapped, if every rank has it
-            return [("auto_wrap_policy", str(error))]
+        ignored = frozenset(map(id, ignored_parameters(model, self.plugin)))
+        blocks = {id(block) for block in chosen_blocks(model, self.plugin, ignored)}
         wrapped = [(name, "wrapped") for name, module in model.named_modules() if id(module) in blocks]
         return [*told_ignored(model, self.plugin), *wrapped]
 
     def shard(self, bundle: Bundle) -> Bundle:
         """Each model wrapped; optimizers with the parameters that are trained now.
 
-        Raises ValueError on every rank for ranks that built different models, weights without values, weights that are split already, and
-        optimizers that cannot follow.
+        Raises ValueError on every rank, before anything is changed, for ranks that built different models, what does not fit into flat parameters,
+        and optimizers that cannot follow; and for weights without values.
         """
         check_for_pieces(bundle.optimizers)
+        if not bundle.evaluation:
+            self._check(bundle)
         before = [p for model in bundle.models for p in model.parameters()]
         models = [self._placed(model, bundle) for model in bundle.models]
         follow(bundle.optimizers, before, [p for model in models for p in model.parameters()])
@@ -141,34 +147,28 @@ class FSDP1Strategy(ShardedStrategy):
             bundle, models=models, optimizers=list(bundle.optimizers), schedulers=list(bundle.schedulers)
         )
 
+    def _check(self, bundle: Bundle) -> None:
+        flat: list[list[Tensor]] = []
+        for model in bundle.models:
+            if not isinstance(model, FullyShardedDataParallel):
+                low = _low_weights(model).values() if self.precision.name != "no" else ()
+                flat += [[p for _, p in one] for one in checked_flat_parameters(model, self.plugin, low)]
+        merged = not self.plugin.use_orig_params
+        ParameterPlaces(bundle.models).check(bundle.optimizers, flat, merged, self.world.comm)
+
     def _placed(self, model: nn.Module, bundle: Bundle) -> nn.Module:
         """`model` with rank 0's values, on the device and in the run's precision; not wrapped yet."""
         if isinstance(model, FullyShardedDataParallel):
             self.precision.wrap(model.module)
             return model
-        if not bundle.evaluation:
-            self._refuse_what_is_not_flattened(model)
-            if not self._torch_sends_weights:
-                self._take_values(model)
+        if not bundle.evaluation and not self._torch_sends_weights:
+            self._take_values(model)
         if bundle.place and not any(p.is_meta for p in model.parameters()):
             model = place(model, self.world.device)
         model = self.precision.wrap(model)
         if self.precision.name != "no":
             _keep_master_weights(model)
         return model
-
-    def _refuse_what_is_not_flattened(self, model: nn.Module) -> None:
-        apart = {id(p) for module in ignored_modules(model, self.plugin) for p in module.parameters()}
-        for name, p in model.named_parameters():
-            if hasattr(p, "device_mesh"):
-                raise ValueError(
-                    f"{name} of {type(model).__name__} is split already (a DTensor), which FSDP version 1 does not shard: use fsdp_version=2"
-                )
-            if not p.is_floating_point() and id(p) not in apart:
-                raise ValueError(
-                    f"{name} of {type(model).__name__} holds numbers of {p.dtype}, and FSDP version 1 lays real floating numbers only into its flat "
-                    "parameters: use fsdp_version=2, or name its module in ignored_modules"
-                )
 
     @property
     def _torch_sends_weights(self) -> bool:
@@ -184,13 +184,10 @@ class FSDP1Strategy(ShardedStrategy):
                 f"{first} of {type(model).__name__} is on the meta device on rank 0, too, so that no rank has its values: load the weights on "
                 "rank 0, or give param_init_fn, which makes them"
             )
-        if empty is not None:
-            initialise = own if first is not None and own is not None else self._to_empty
-            ties = _ties(model)
-            for module in model.modules():
-                if any(t.is_meta for _, t in _own_tensors(module)):
-                    initialise(module)
-            _tie_again(ties)
+        initialise = own if first is not None and own is not None else self._to_empty
+        together(
+            self.world, lambda: _give_memory(model, initialise)
+        )  # param_init_fn is the user's, and may raise
         send_from_rank_0([t for _, t in _all_tensors(model)], self.world)
 
     def _to_empty(self, module: nn.Module) -> None:
@@ -240,9 +237,37 @@ class FSDP1Strategy(ShardedStrategy):
         return wrapped
 
     # 2
-    def without_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """`FullyShardedDataParallel.no_sync`: gradients stay whole on this rank, which costs their memory."""
-        return model.no_sync() if isinstance(model, FullyShardedDataParallel) else super().without_sync(model)
+    def without_sync(self, model: nn.Module, apart: bool = False) -> AbstractContextManager[Any]:
+        """`FullyShardedDataParallel.no_sync`: gradients stay whole on this rank, which costs their memory.
+
+        A step exchanges them, also inside: no rank can train shards apart.
+        """
+        if isinstance(model, FullyShardedDataParallel):
+            return self._windows.holding(model, model.no_sync())
+        return super().without_sync(model, apart)
+
+    def window_of(self, model: nn.Module) -> nn.Module | None:
+        return model if isinstance(model, FullyShardedDataParallel) else None
+
+    def own_gradients(self, model: nn.Module) -> Own:
+        flat = [unit._handle.flat_param.grad for unit in _units(model)]
+        return [*flat, *(p.grad for p in self._ignored.get(model, ()))]
+
+    def synchronises_now(self, model: Any) -> bool:
+        return bool(model._sync_gradients)
+
+    def exchange_model(self, model: nn.Module) -> None:
+        for unit in _units(model):
+            handle = unit._handle
+            if handle.uses_sharded_strategy and hasattr(handle.flat_param, "_full_param_padded"):
+                # a forward without a backward has left it gathered, which a step would not change
+                handle.reshard(True)
+                handle.post_reshard()
+                handle._prefetched = False
+        places = gradients.of_flat_parameters(model).values()
+        flat = [place for place in places if isinstance(place, gradients.OfFlatParameter)]
+        gradients.exchange(self.world, flat)
+        self._average_ignored([model])
 
     def sync_next_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Around a backward whose forward ran under `without_sync`."""
@@ -257,53 +282,25 @@ class FSDP1Strategy(ShardedStrategy):
         Then buffers follow rank 0's.
         """
         super().backward(loss, divisor=divisor, **kwargs)
-        synchronising = (apart for model, apart in self._ignored.items() if model._sync_gradients)
-        due = [p for apart in synchronising for p in apart if p.requires_grad]
+        self._average_ignored(model for model in list(self._ignored) if self.synchronises_now(model))
+        self._buffers.share(held=lambda model: not model._sync_gradients)
+
+    def _average_ignored(self, models: Iterable[nn.Module]) -> None:
+        due = [p for model in models for p in self._ignored.get(model, ()) if p.requires_grad]
         if due:
             average_gradients(self.world, due)
-        self._buffers.share(held=lambda model: not model._sync_gradients)
 
     # 4
     def clip_norm(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float | str = 2.0
     ) -> Tensor:
         """As torch's `clip_grad_norm_`, over any mix of models: parts count with those of the other ranks, whole gradients once."""
-        norm_type = float(norm_type)
-        unique = unique_parameters(parameters)
         parts: dict[Any, list[Tensor]] = {
             None: []
         }  # group -> gradients; the same groups in the same order on every rank
-        for p in unique:
+        for p in unique_parameters(parameters):
             parts.setdefault(self._shared_by.get(p), []).extend([] if p.grad is None else [p.grad])
-        norms = []
-        with torch.no_grad():
-            for group, gradients in parts.items():
-                norms.append(self._norm(gradients, group, norm_type))
-            total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-            scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-            for gradients in parts.values():
-                for gradient in gradients:
-                    gradient.mul_(scale.to(gradient.device, gradient.dtype))
-        return total
-
-    def _norm(self, gradients: list[Tensor], group: Any, norm_type: float) -> Tensor:
-        """Over the ranks of `group`, in float32 at least."""
-        real = [g.abs() if g.is_complex() else g for g in gradients if g.numel()]  # of ignored modules
-        wide = [g if g.dtype == torch.float64 else g.float() for g in real]
-        kind = torch.float64 if any(g.dtype == torch.float64 for g in wide) else torch.float32
-        norm = torch.zeros((), dtype=kind, device=self.world.device)
-        if wide:
-            norms = [torch.linalg.vector_norm(g, norm_type).to(norm) for g in wide]
-            norm = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-        if group is None:
-            return norm
-        norm = norm.double() if self.world.device.type == "cpu" else norm
-        if norm_type == float("inf"):
-            dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=group)
-            return norm
-        summed = norm**norm_type
-        dist.all_reduce(summed, group=group)
-        return summed ** (1.0 / norm_type)
+        return clip_parts(parts, max_norm, norm_type, self.world.device)
 
     # 6
     def gradient_places(self, model: nn.Module) -> gradients.Places:
@@ -349,18 +346,33 @@ def _synchronising(model: nn.Module) -> Iterator[None]:
 
 def _keep_master_weights(model: nn.Module) -> None:
     """Weights that are trained in mixed precision are float32; all of them, since the parameters of a block have one dtype."""
-    low = next((name for name, p in model.named_parameters() if p.requires_grad and p.dtype in _LOW), None)
-    if low is None:
-        return
-    logger.warning(
-        "%s and others of %s become float32: mixed precision computes in fewer bits from those",
-        low,
-        type(model).__name__,
-    )
+    low = _low_weights(model)
+    if low:
+        logger.warning(
+            "%s and %d others of %s become float32: mixed precision computes in fewer bits from those",
+            next(iter(low)),
+            len(low) - 1,
+            type(model).__name__,
+        )
     with torch.no_grad():
-        for p in model.parameters():
-            if p.dtype in _LOW:
-                p.data = p.data.float()
+        for p in low.values():
+            p.data = p.data.float()
+
+
+def _low_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """All in few bits by name, if one of those is trained."""
+    low = {name: p for name, p in model.named_parameters() if p.dtype in _LOW}
+    return low if any(p.requires_grad for p in low.values()) else {}
+
+
+def _give_memory(model: nn.Module, initialise: Callable[[nn.Module], object]) -> None:
+    """Let `initialise` do so for each module with something on the meta device. Ties hold."""
+    ties = shared_parameters(model)
+    for module in model.modules():
+        if any(t.is_meta for _, t in _own_tensors(module)):
+            initialise(module)
+    for places in ties:
+        tie_again(places)
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -371,19 +383,3 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _all_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_parameters()
     yield from model.named_buffers()
-
-
-def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Where parameters stand that several modules share."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, p in module._parameters.items():
-            if p is not None:
-                places.setdefault(id(p), []).append((module, name))
-    return [found for found in places.values() if len(found) > 1]
-
-
-def _tie_again(ties: list[list[tuple[nn.Module, str]]]) -> None:
-    for (module, name), *others in ties:
-        for other, other_name in others:
-            other._parameters[other_name] = module._parameters[name]

@@ -37,6 +37,7 @@ from acc_plugins.strategies.fsdp2_mesh import shard_mesh
 from acc_plugins.strategies.fsdp2_optimizers import follow_shards, letting_go
 from acc_plugins.strategies.fsdp2_sharding import Sharding, parameters_apart, uncompiled
 from acc_plugins.strategies.fsdp_plugin import check_made_for, told_ignored, told_options
+from acc_plugins.strategies.held import Own, SynchronisingStrategy
 from acc_plugins.strategies.optimizer_kinds import check_for_dtensors
 from acc_plugins.strategies.replicated import average_gradients, sum_partial_gradients
 from acc_plugins.strategies.sharded import ShardedStrategy, mesh_text, told_plan
@@ -44,11 +45,10 @@ from acc_plugins.strategies.strategy import Bundle
 from acc_plugins.support import UnsupportedError
 
 
-class FSDP2Strategy(ShardedStrategy):
+class FSDP2Strategy(SynchronisingStrategy, ShardedStrategy):
     """`fully_shard` over the world's process group, or over the axes of a mesh. Models of an evaluation bundle are not sharded."""
 
     name: ClassVar[str] = "fsdp2"
-    synchronises: ClassVar[bool] = True
     changes_modules_in_place: ClassVar[bool] = True
 
     def __init__(
@@ -169,10 +169,12 @@ class FSDP2Strategy(ShardedStrategy):
         )
 
     # 2
-    def without_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Gradients stay whole on this rank inside, which costs their memory."""
+    def without_sync(self, model: nn.Module, apart: bool = False) -> AbstractContextManager[Any]:
+        """Gradients stay whole on this rank inside, which costs their memory; a step exchanges them, also inside: no rank can train shards apart."""
         inner = uncompiled(model)
-        return self._syncing(inner, False) if isinstance(inner, FSDPModule) else super().without_sync(model)
+        if isinstance(inner, FSDPModule):
+            return self._windows.holding(inner, self._syncing(inner, False))
+        return super().without_sync(model, apart)
 
     def sync_next_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Around a backward whose forward ran under `without_sync`."""
@@ -192,6 +194,28 @@ class FSDP2Strategy(ShardedStrategy):
             self._held[model] = before
             model.set_requires_gradient_sync(not before)
 
+    def window_of(self, model: nn.Module) -> nn.Module | None:
+        inner = uncompiled(model)
+        return inner if isinstance(inner, FSDPModule) else None
+
+    def own_gradients(self, model: nn.Module) -> Own:
+        apart = [p.grad for p in self._apart.get(model, ())]
+        try:
+            return [*apart, *(place.own_part() for place in gradients.held_in_units(model))]
+        except UnsupportedError:
+            # nobody can see what is held: another tensor each time says that a backward which synchronised has exchanged it
+            return [torch.empty(0)]
+
+    def synchronises_now(self, model: nn.Module) -> bool:
+        return not self._held.get(model, 0)
+
+    def exchange_model(self, model: nn.Module) -> None:
+        for part in model.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()  # a forward without a backward has left it gathered, which a step would not change
+        gradients.exchange(self._sharers, gradients.held_in_units(model))
+        self._average_apart([model])
+
     # 3
     def backward(self, loss: Tensor, *, divisor: float = 1, **kwargs: Any) -> None:
         """Differentiate; torch averages and shards the gradients on the way, those of ignored modules are averaged afterwards.
@@ -201,12 +225,23 @@ class FSDP2Strategy(ShardedStrategy):
         super().backward(loss, divisor=divisor, **kwargs)
         if self.world.size == 1:
             return
-        synchronising = (apart for model, apart in self._apart.items() if not self._held.get(model, 0))
-        due = [p for apart in synchronising for p in apart if p.requires_grad]
+        self._average_apart(model for model in list(self._apart) if self.synchronises_now(model))
+        self._buffers.share(held=lambda model: self._held.get(model, 0))
+
+    def _average_apart(self, models: Iterable[nn.Module]) -> None:
+        due = [p for model in models for p in self._apart.get(model, ()) if p.requires_grad]
         if due:
             sum_partial_gradients(due)
             average_gradients(self._sharers, due)
-        self._buffers.share(held=lambda model: self._held.get(model, 0))
+
+    # 4
+    def drop_held(self, optimizer: Optimizer) -> None:
+        open_models = self._windows.open_models()
+        if open_models:
+            emptied = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            for place in (place for model in open_models for place in gradients.held_in_units(model)):
+                if id(place.parameters[0]) in emptied:
+                    place.give(None)
 
     # 6
     def gradient_places(self, model: nn.Module) -> gradients.Places:

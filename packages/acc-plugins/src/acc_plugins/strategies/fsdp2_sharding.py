@@ -3,7 +3,7 @@
 [Note: the order] 1 what every rank must agree on is compared, and units are chosen: nothing is changed before that. 2 Rank 0's weights go to all ranks, or
 where some have none the model is emptied. 3 Layers are split for tensor parallelism. 4 Trained weights become float32 under mixed precision.
 5 Blocks get activation checkpointing. 6 `fully_shard`, from the innermost unit to the root. 7 An emptied model gets memory and rank 0's values, shard by
-shard. Parameters that `fully_shard` must not see (ignored modules, and numbers without a dimension) are taken out meanwhile.
+shard. Parameters that `fully_shard` must not see (see `parameters_apart`) are taken out meanwhile.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from acc_ops.exchange import together, tried
 from acc_ops.regions import is_compiled_module
 from acc_ops.world import World
 from acc_plugins.options import fsdp_values
@@ -85,20 +86,18 @@ def shard_model(model: nn.Module, how: Sharding) -> nn.Module:
     """`model`, sharded in place: its parameters are DTensors. One that is sharded already is not touched.
 
     Every rank calls it. Raises ValueError on every rank, before anything is changed, for ranks that built different models, weights that nobody
-    has, and a policy that names a class which the model has not.
+    has, and a policy that names a class which the model has not; and what a policy of the user's raises on one.
     """
     inner = uncompiled(model)
     if isinstance(inner, FSDPModule):
         return model
-    units, problem = Units(), None
-    try:
-        units = units_of(inner, how.plugin, frozenset(map(id, parameters_apart(inner, how.plugin))))
-    except ValueError as error:  # the others must hear of it
-        problem = error
-    sent = must_be_sent(inner, how.world, units.names(inner), problem)
+    apart = frozenset(map(id, parameters_apart(inner, how.plugin)))
+    found, error = tried(lambda: units_of(inner, how.plugin, apart))  # a policy of the user's may raise
+    units = found or Units()
+    sent = must_be_sent(inner, how.world, units.names(inner), error)
     say_what_is_not_ignored(inner, how.plugin)
-    if sent and how.world.is_main:
-        started(inner)
+    if sent:  # a module's own reset_parameters may raise
+        together(how.world, lambda: started(inner) if how.world.is_main else None)
     values = emptied(inner) if sent else {}
     if not sent:
         send_from_rank_0([*inner.parameters(), *inner.buffers()], how.world)
@@ -135,9 +134,12 @@ def uncompiled(model: nn.Module) -> nn.Module:
 
 
 def parameters_apart(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> list[nn.Parameter]:
-    """What stays whole on every rank: the parameters of ignored modules, numbers without a dimension to shard, and packed bits."""
+    """What stays whole on every rank: the parameters of ignored modules, and what torch cannot shard.
+
+    That are numbers without a dimension, packed bits, and what has no elements, on whose gradient torch's backward fails.
+    """
     ignored = [p for module in ignored_modules(model, plugin) for p in module.parameters()]
-    others = [p for p in model.parameters() if not p.dim() or not p.is_floating_point()]
+    others = [p for p in model.parameters() if not p.dim() or not p.numel() or not p.is_floating_point()]
     return list({id(p): p for p in [*ignored, *others]}.values())
 
 

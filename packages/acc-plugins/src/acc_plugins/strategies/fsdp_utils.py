@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from acc_hooks.ties import shared_parameters
 from acc_ops.world import current_world
 from acc_plugins.options.fsdp import FullyShardedDataParallelPlugin
 from acc_plugins.strategies.fsdp2_mesh import shard_mesh
@@ -116,14 +117,8 @@ def ensure_weights_retied(
     keys = getattr(model, "_tied_weights_keys", None)
     if not keys:
         return param_init_fn
-    places: dict[int, int] = {}
-    for module in model.modules():
-        for p in module._parameters.values():
-            if p is not None:
-                places[id(p)] = places.get(id(p), 0) + 1
-    kept = {
-        id(p): p for p in model.parameters() if places[id(p)] > 1
-    }  # alive: their ids must not be given away
+    shared = [module._parameters[name] for (module, name, _), *_ in shared_parameters(model)]
+    kept = {id(p): p for p in shared}  # alive: their ids must not be given away
     made: dict[int, Any] = {}
 
     def retying(module: nn.Module) -> Any:

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from acc_ops.world import World
 from acc_plugins.states.names import plain_name
 from acc_plugins.states.spread import is_dtensor
 from acc_plugins.support import UnsupportedError
@@ -39,6 +41,22 @@ class GradientPlace:
 
     def misfit(self, saved: Saved) -> str | None:
         """What this place holds, when `saved` is no such thing."""
+        raise NotImplementedError
+
+    def own_part(self) -> Tensor | None:
+        """What this rank holds back whole and nobody averaged, or None: the tensor itself, of which torch counts the changes."""
+        return None
+
+    def to_average(self) -> Tensor | None:
+        """`own_part` as all ranks that average it have it: plain, of the same shape, in the parameter's dtype."""
+        raise NotImplementedError
+
+    def nothing(self) -> Tensor:
+        """Zeros like `to_average`, for a rank that has none."""
+        raise NotImplementedError
+
+    def take_average(self, average: Tensor) -> None:
+        """Add this rank's part of the average to what the optimizer finds; nothing is held back any more."""
         raise NotImplementedError
 
     def scale(self, factor: float) -> None:
@@ -80,18 +98,45 @@ class HeldByFSDP2(GradientPlace):
     def __init__(self, unit: Any) -> None:
         self.parameters = (unit.sharded_param,)
         self._unit = unit
-        self._spec = getattr(unit, "_unsharded_dtensor_spec", None) or getattr(unit, "_tp_spec", None)
+        self._spec: Any = getattr(unit, "_unsharded_dtensor_spec", None) or getattr(unit, "_tp_spec", None)
         if unit.is_dtensor and self._spec is None:
             raise AttributeError("how a mesh holds a gathered parameter")
 
-    def take(self) -> Saved | None:
+    def own_part(self) -> Tensor | None:
         unit = self._unit
-        held = unit.unsharded_accumulated_grad
-        if held is None:
-            held = getattr(getattr(unit, "_unsharded_param", None), "grad", None)
+        held: Tensor | None = unit.unsharded_accumulated_grad
+        return getattr(getattr(unit, "_unsharded_param", None), "grad", None) if held is None else held
+
+    def take(self) -> Saved | None:
+        held = self.own_part()
         if held is None:
             return None
         return packed(held, self._spec.placements if self._spec is not None else None)
+
+    @torch.no_grad()
+    def to_average(self) -> Tensor | None:
+        held: Any = self.own_part()
+        if held is None:
+            return None
+        if is_dtensor(held):  # on the ranks that have other parts of the same layer
+            held = _local(held.redistribute(placements=self._spec.placements))
+        made: Tensor = held.detach().to(self._unit.device, self._unit.sharded_param.dtype)
+        return made
+
+    def nothing(self) -> Tensor:
+        unit = self._unit
+        return torch.zeros(unit._orig_size, dtype=unit.sharded_param.dtype, device=unit.device)
+
+    @torch.no_grad()
+    def take_average(self, average: Tensor) -> None:
+        """The shard as `fully_shard` cuts it: chunks, of which the last ranks may have none."""
+        self.give(None)
+        unit, parameter = self._unit, self._unit.sharded_param
+        rank, dim = unit.mesh_info.shard_mesh_rank, unit.fsdp_placement.dim
+        chunks = average.chunk(unit.mesh_info.shard_mesh_size, dim)
+        part = chunks[rank] if rank < len(chunks) else average.narrow(dim, 0, 0)
+        gradient = unit.to_sharded_dtensor(part.contiguous().to(parameter.device))
+        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
     def give(self, saved: Saved | None) -> None:
         """torch adds the next gradient to what it has accumulated, whether the parameter was gathered before or not."""
@@ -135,6 +180,38 @@ class OfFlatParameter(GradientPlace):
         gradient = self._handle.flat_param.grad
         return None if gradient is None else gradient.detach()
 
+    def own_part(self) -> Tensor | None:
+        self._handle._reset_flat_param_grad_info_if_needed()  # what an optimizer has emptied is not there any more
+        flat = self._handle.flat_param
+        whole = flat.grad is not None and flat.grad.shape == flat._unpadded_unsharded_size
+        gradient: Tensor | None = flat.grad if whole else None
+        return gradient
+
+    def to_average(self) -> Tensor | None:
+        own, flat = self.own_part(), self._handle.flat_param
+        return None if own is None else own.detach().to(self._handle.device, flat.dtype)
+
+    def nothing(self) -> Tensor:
+        flat = self._handle.flat_param
+        return torch.zeros(flat._unpadded_unsharded_size, dtype=flat.dtype, device=self._handle.device)
+
+    @torch.no_grad()
+    def take_average(self, average: Tensor) -> None:
+        """The shard as FSDP1 cuts it: equal ones, the last of them filled up."""
+        handle, flat = self._handle, self._handle.flat_param
+        part = average
+        if handle.uses_sharded_strategy:
+            # of a backward that synchronised, in the same window
+            before = getattr(flat, "_saved_grad_shard", None)
+            if before is None and self.own_part() is None:
+                before = flat.grad
+            size = flat._sharded_size.numel()
+            part = average.new_zeros(size)
+            mine = average[handle.rank * size : (handle.rank + 1) * size]
+            part[: mine.numel()] = mine
+            part = part if before is None else part + before.to(part)
+        self.give(part)
+
     def give(self, saved: Saved | None) -> None:
         handle, flat = self._handle, self._handle.flat_param
         for parameter in self.parameters:
@@ -170,39 +247,61 @@ def of_parameters(module: nn.Module) -> Places:
 def held_by_fsdp2(module: nn.Module) -> Places:
     """What the units of a sharded module can hold back. UnsupportedError for a torch that keeps it elsewhere."""
     names = {id(parameter): plain_name(name) for name, parameter in module.named_parameters()}
-    places: Places = {}
-    try:
+    places: Places = {
+        f"{names[id(place.parameters[0])]} (held back)": place for place in held_in_units(module)
+    }
+    with _known_to_us("the gradients that FSDP2 holds back"):
         for number, group in enumerate(_groups(module)):
-            for unit in group.fsdp_params:
-                places[f"{names[id(unit.sharded_param)]} (held back)"] = HeldByFSDP2(unit)
             places[f"unit {number} (partly reduced)"] = PartlyReduced(group)
         for place in places.values():
             place.take()
-    except (AttributeError, KeyError) as error:
-        raise UnsupportedError(
-            f"torch {torch.__version__} keeps the gradients that FSDP2 holds back in a place that is not known here ({error})"
-        ) from error
     return places
+
+
+def held_in_units(module: nn.Module) -> list[HeldByFSDP2]:
+    """The places of single parameters among them, in an order that is the same on every rank. UnsupportedError as above."""
+    with _known_to_us("the gradients that FSDP2 holds back"):
+        return [HeldByFSDP2(unit) for group in _groups(module) for unit in group.fsdp_params]
+
+
+def exchange(world: World, places: Iterable[GradientPlace]) -> None:
+    """Average over the ranks of `world` what is held back in `places`, the same ones on each: one collective for each, so that little more memory is
+    needed. What only some ranks have counts as zero on the others."""
+    listed = list(places)
+    found = torch.tensor([place.own_part() is not None for place in listed], dtype=torch.int32)
+    on_ranks = world.comm.all_reduce(found.to(world.comm.control_device)).tolist()
+    for place, count in zip(listed, on_ranks, strict=True):
+        if count:
+            own = place.to_average()
+            together = (place.nothing() if own is None else own.clone()).contiguous()
+            place.take_average(world.comm.all_reduce(together).div_(world.size))
 
 
 def of_flat_parameters(module: nn.Module) -> Places:
     """The places of a module with FSDP1's units: their flat parameters, and what they leave out. UnsupportedError as above."""
     flat: Places = {}
-    try:
+    with _known_to_us("the gradients of FSDP1"):
         for name, part in module.named_modules():
             handle = getattr(part, "_handle", None)
             if handle is not None:
                 flat[f"{plain_name(name)} (flat)"] = place = OfFlatParameter(handle)
                 place.misfit(torch.empty(0))
-    except AttributeError as error:
-        raise UnsupportedError(
-            f"torch {torch.__version__} keeps the gradients of FSDP1 in a place that is not known here ({error})"
-        ) from error
     inside = {id(parameter) for place in flat.values() for parameter in place.parameters}
     apart = {
         name: place for name, place in of_parameters(module).items() if id(place.parameters[0]) not in inside
     }
     return {**flat, **apart}
+
+
+@contextmanager
+def _known_to_us(what: str) -> Iterator[None]:
+    """UnsupportedError for a torch whose private attributes are others."""
+    try:
+        yield
+    except (AttributeError, KeyError) as error:
+        raise UnsupportedError(
+            f"torch {torch.__version__} keeps {what} in a place that is not known here ({error})"
+        ) from error
 
 
 @torch.no_grad()  # so that a DTensor shows its own memory

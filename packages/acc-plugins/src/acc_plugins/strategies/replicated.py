@@ -20,13 +20,13 @@ from acc_ops.world import World
 from acc_plugins.precisions.precision import Precision
 from acc_plugins.states.spread import is_dtensor
 from acc_plugins.strategies.clip import local_part, unique_parameters
-from acc_plugins.strategies.strategy import Bundle, Strategy
+from acc_plugins.strategies.held import Own, SynchronisingStrategy
+from acc_plugins.strategies.strategy import Bundle
 
 
-class AveragingStrategy(Strategy):
+class AveragingStrategy(SynchronisingStrategy):
     """Averages the gradients of what it trains over the ranks of `averaging`, in `backward` of the strategy."""
 
-    synchronises: ClassVar[bool] = True
     averaging: World  # who has another share of the data and the same weights
     broadcast_buffers: bool = True
 
@@ -43,8 +43,9 @@ class AveragingStrategy(Strategy):
         if all(known() is not model for known in self._training):
             self._training.append(weakref.ref(model))
 
-    def without_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return self._hold(model, self._held.get(model, 0) + 1)
+    def without_sync(self, model: nn.Module, apart: bool = False) -> AbstractContextManager[Any]:
+        held = self._hold(model, self._held.get(model, 0) + 1)
+        return held if self.window_of(model) is None else self._windows.holding(model, held, apart)
 
     def sync_next_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
         return self._hold(model, 0)
@@ -63,7 +64,7 @@ class AveragingStrategy(Strategy):
         super().backward(loss, divisor=divisor, **kwargs)
         if self.averaging.size == 1:
             return
-        models = [model for model in self.training_models() if not self._held.get(model, 0)]
+        models = [model for model in self.training_models() if self.synchronises_now(model)]
         if models:
             trained = (p for model in models for p in model.parameters() if p.requires_grad)
             average_gradients(self.averaging, trained)
@@ -71,6 +72,21 @@ class AveragingStrategy(Strategy):
                 take_from_rank_0(
                     self.averaging, [b for model in models if model.training for b in model.buffers()]
                 )
+
+            for model in models:  # also those that this backward did not reach
+                self._windows.close(model)
+
+    def window_of(self, model: nn.Module) -> nn.Module | None:
+        return model if any(known() is model for known in self._training) else None
+
+    def own_gradients(self, model: nn.Module) -> Own:
+        return [p.grad for p in model.parameters()]
+
+    def synchronises_now(self, model: nn.Module) -> bool:
+        return not self._held.get(model, 0)
+
+    def exchange_model(self, model: nn.Module) -> None:
+        average_gradients(self.averaging, (p for p in model.parameters() if p.requires_grad))
 
     def training_models(self) -> list[nn.Module]:
         """The models that were prepared for training and are alive."""
@@ -111,23 +127,29 @@ class ReplicatedStrategy(AveragingStrategy):
 def average_gradients(world: World, parameters: Iterable[Tensor]) -> None:
     """Average the gradients over all ranks, in place. One that only some ranks have counts as zero on the others.
 
-    Raises ValueError for a sparse gradient.
+    Raises ValueError on all of them for a gradient that is sparse on one.
     """
     trained = unique_parameters(parameters)
-    for p in trained:
-        if p.grad is not None and p.grad.layout is not torch.strided:
-            raise ValueError(
-                f"a gradient of shape {tuple(p.shape)} is sparse ({p.grad.layout}), which this strategy cannot average: build the layer "
-                "with sparse=False, or train with DistributedDataParallel (processes instead of threads)"
-            )
-    has_gradient = torch.tensor([p.grad is not None for p in trained], dtype=torch.int32)
+    has_gradient = torch.tensor([_kind(p.grad, world) for p in trained], dtype=torch.int32)
     on_ranks = world.comm.all_reduce(has_gradient.to(world.comm.control_device)).tolist()
+    for p, count in zip(trained, on_ranks, strict=True):
+        if count > world.size:
+            raise ValueError(
+                f"a gradient of shape {tuple(p.shape)} is sparse on {count // (world.size + 1)} of {world.size} ranks, and only the backward of "
+                "DistributedDataParallel averages those, at the end of a window that is not broken off: build the layer with sparse=False, or train "
+                "with DistributedDataParallel (processes, not threads) and step behind a backward that synchronises"
+            )
     used = [p for p, count in zip(trained, on_ranks, strict=True) if count]
     for p in used:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
     gradients = [local_part(p.grad) for p in used if p.grad is not None]
     _coalesced(gradients, lambda flat: world.comm.all_reduce(flat).div_(world.size))
+
+
+def _kind(gradient: Tensor | None, world: World) -> int:
+    """0: none, 1: dense, more than all ranks' dense ones together: sparse."""
+    return 0 if gradient is None else 1 if gradient.layout is torch.strided else world.size + 1
 
 
 def sum_partial_gradients(parameters: Iterable[Tensor]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from acc_hooks.ties import replace_tensors, shared_parameters, tie_again
 from acc_ops.world import World
 from acc_plugins.strategies.agreement import check_agreement, model_facts
 
@@ -17,41 +18,35 @@ logger = logging.getLogger(__name__)
 _SMALL_BYTES, _TOGETHER = 64 * 1024, 256  # a tensor that is not sent alone, and how many of those go together
 
 
-def must_be_sent(model: nn.Module, world: World, plan: Sequence[str], problem: Exception | None) -> bool:
+def tie_what_is_empty(model: nn.Module) -> None:
+    """Tie the weights of a model that lies on the meta device, where it says how: transformers' may have been built without their ties."""
+    retie = getattr(model, "tie_weights", None)
+    if callable(retie) and any(p.is_meta for p in model.parameters()):
+        retie()
+
+
+def must_be_sent(model: nn.Module, world: World, plan: Sequence[str], error: Exception | None) -> bool:
     """Whether some rank has no values for some weight, so that rank 0's must be sent. Every rank calls it, before anything is changed.
 
-    `plan` is what this rank is about to do, `problem` why it cannot. Raises a ValueError on every rank when one has a problem, when the ranks
+    `plan` is what this rank is about to do, `error` why it cannot, which every rank raises then. Raises a ValueError on every rank when the ranks
     built different models or plan to do different things, and when nobody has values for a weight.
     """
+    tie_what_is_empty(model)
     every = itertools.chain(model.named_parameters(), model.named_buffers())
-    missing = [name for name, tensor in every if tensor.is_meta]
-    retie = getattr(model, "tie_weights", None)
-    if missing and callable(retie):
-        retie()  # transformers': an empty model may have been built without its ties
-    check_agreement(world.comm, {"the strategy": "fsdp2"}, [model_facts(model, [])])
-    names = [name for name, _ in model.named_parameters()]
+    missing = any(tensor.is_meta for _, tensor in every)
     stuck = _cannot_start(model) if missing and world.is_main else None
-    mine = (names, list(plan), None if problem is None else str(problem), stuck, bool(missing))
+    check_agreement(world.comm, {"the strategy": "fsdp2"}, [model_facts(model, [])], error=error)
+    mine = (list(plan), stuck, missing)
     told = [mine] if world.size == 1 else world.comm.all_gather_object(mine)
-    if problem is not None:
-        raise problem
-    for rank, (theirs, planned, text, _, _) in enumerate(told):
-        if text is not None:
-            raise ValueError(f"rank {rank} cannot go on: {text}")
-        if theirs != told[0][0]:
-            odd = sorted(set(theirs) ^ set(told[0][0]))
-            raise ValueError(
-                f"{', '.join(odd)} of {type(model).__name__} share a weight with others on rank 0 or on rank {rank}, but not on both: tie the "
-                "same weights on every rank"
-            )
-        if planned != told[0][1]:
-            odd = sorted(set(planned) ^ set(told[0][1]))
+    for rank, (planned, _, _) in enumerate(told):
+        if planned != told[0][0]:
+            odd = sorted(set(planned) ^ set(told[0][0]))
             raise ValueError(
                 f"rank 0 and rank {rank} would shard {type(model).__name__} differently ({', '.join(odd[:5])}): give all ranks the same options"
             )
-    if told[0][3] is not None:
+    if told[0][1] is not None:
         raise ValueError(
-            f"{told[0][3]} of {type(model).__name__} is on the meta device on rank 0, so nobody has its values, and its module has no "
+            f"{told[0][1]} of {type(model).__name__} is on the meta device on rank 0, so nobody has its values, and its module has no "
             "reset_parameters() to make them: load the weights on rank 0 before prepare (the other ranks may stay on meta)"
         )
     return any(empty for *_, empty in told)
@@ -68,19 +63,14 @@ def _cannot_start(model: nn.Module) -> str | None:
 
 def started(model: nn.Module) -> None:
     """Give what is on the meta device values on the CPU: those with which its modules begin. Ties hold."""
-    made: dict[int, Any] = {}
+    ties = shared_parameters(model)
     for module in model.modules():
-        before = {name: module._parameters[name] for name in _own_meta(module) if name in module._parameters}
-        if not _own_meta(module):
-            continue
-        logger.warning("%s begins with new values: it was on the meta device", type(module).__name__)
-        module.to_empty(device="cpu", recurse=False)
-        module.reset_parameters()  # type: ignore[operator]
-        for name, old in before.items():
-            made.setdefault(
-                id(old), (module._parameters[name], old)
-            )  # the old one is kept: its id must not be given away
-            module._parameters[name] = made[id(old)][0]
+        if _own_meta(module):
+            logger.warning("%s begins with new values: it was on the meta device", type(module).__name__)
+            module.to_empty(device="cpu", recurse=False)
+            module.reset_parameters()  # type: ignore[operator]
+    for places in ties:
+        tie_again(places)
 
 
 def _own_meta(module: nn.Module) -> list[str]:
@@ -122,17 +112,7 @@ def emptied(model: nn.Module) -> dict[str, Tensor]:
         for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers())
         if not tensor.is_meta
     }
-    made: dict[int, Any] = {}
-    for module in model.modules():
-        for slots in (module._parameters, module._buffers):
-            for name, tensor in list(slots.items()):
-                if tensor is not None and not tensor.is_meta:
-                    if id(tensor) not in made:
-                        made[id(tensor)] = (
-                            _on_meta(tensor),
-                            tensor,
-                        )  # the old one is kept: its id must not be given away
-                    slots[name] = made[id(tensor)][0]
+    replace_tensors(model, lambda tensor: tensor if tensor.is_meta else _on_meta(tensor))
     return values
 
 
@@ -147,11 +127,7 @@ def filled(model: nn.Module, values: Mapping[str, Tensor], world: World, device:
         made[id(p)] = new
     for name, buffer in model.named_buffers():
         made[id(buffer)] = shard_from_rank_0(values.get(name), buffer, world, world.device)
-    for module in model.modules():
-        for slots in (module._parameters, module._buffers):
-            for name, tensor in list(slots.items()):
-                if tensor is not None:
-                    slots[name] = made[id(tensor)]
+    replace_tensors(model, lambda tensor: made[id(tensor)])
 
 
 def shard_from_rank_0(value: Tensor | None, like: Tensor, world: World, device: torch.device) -> Tensor:

@@ -8,23 +8,28 @@ plain tensors that every rank has whole, or a mix. What is loaded may have been 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from acc_ops.exchange import together
 from acc_ops.lazy import LazyModule
 from acc_ops.regions import is_compiled_module
 from acc_plugins.states import fsdp1
-from acc_plugins.states.names import inner_optimizer, plain_name
+from acc_plugins.states.names import inner_optimizer, plain_state, with_versions
 from acc_plugins.states.part import Part, TorchFilePart, WeightsPart
 from acc_plugins.states.sharded import ShardedPart
 from acc_plugins.states.spread import gathered
 from acc_plugins.strategies.agreement import Facts, told
 from acc_plugins.strategies.strategy import Bundle, Strategy
+
+if TYPE_CHECKING:
+    from acc_plugins.states.names import Names
+    from acc_plugins.states.optimizers import SavedOptimizer
 
 files = LazyModule("acc_plugins.states.files")  # what reads files is loaded when it is first used
 read = LazyModule("acc_plugins.states.read")
@@ -35,6 +40,7 @@ optimizers = LazyModule("acc_plugins.states.optimizers")
 class ShardedStrategy(Strategy):
     """Base of FSDP2Strategy, FSDP1Strategy and MeshStrategy."""
 
+    gathers = True
     waits_for_all = True
     state_dict_type: str = "FULL_STATE_DICT"  # a strategy with a plugin sets it: plugin.state_dict_type.name
     fsdp_files: bool = (
@@ -52,7 +58,8 @@ class ShardedStrategy(Strategy):
     # 6
     def state(self, model: nn.Module) -> dict[str, Tensor]:
         """All weights, whole and on the CPU, by the user's names, on the ranks that write; nothing on the others. Call it on every rank."""
-        return gathered(self.shards(model), self.writes) or {}
+        shards = self.shards(model)
+        return with_versions(gathered(shards, self.writes) or {}, shards)
 
     def shards(self, model: nn.Module) -> dict[str, Any]:
         """The weights as they are: DTensors of which this rank has its shards, and plain tensors; FSDP1's are copies."""
@@ -60,11 +67,10 @@ class ShardedStrategy(Strategy):
         if fsdp1.has_fsdp1(module):
             return fsdp1.weights(module)
         detached: dict[int, Tensor] = {}  # what is one parameter stays one tensor
-        state: dict[str, Any] = {}
-        for name, value in module.state_dict(keep_vars=True).items():
+        state = plain_state(module.state_dict(keep_vars=True))
+        for name, value in state.items():
             if isinstance(value, Tensor):
-                value = detached.setdefault(id(value), value.detach())
-            state[plain_name(name)] = value
+                state[name] = detached.setdefault(id(value), value.detach())
         return state
 
     def module_with_states(self, model: nn.Module) -> nn.Module:
@@ -108,30 +114,34 @@ class ShardedStrategy(Strategy):
         named: dict[str, Any] = optimizers.state_by_name(optimizer, self.names.of(optimizer))
         return named
 
-    def load_model(
+    def open_model(
         self,
         model: nn.Module,
         folder: str | Path,
         name: str,
         map_location: Any = "cpu",  # noqa: ARG002
         strict: bool = True,
-    ) -> Any:
-        """Load the weights called `name`, whatever strategy wrote them: each rank reads the slices that it has. Errors as of `Strategy.load_model`."""
-        store = files.open_weights(folder, name)
-        return read.load_weights(self.module_with_states(model), store, strict)
+    ) -> Callable[[], Any]:
+        """As of `Strategy.open_model`; each rank reads the slices that it has."""
+        module = self.module_with_states(model)
+        if fsdp1.has_fsdp1(module):  # it gathers to tell its names: no rank may fail before that alone
+            store = together(self.world, lambda: files.open_weights(folder, name))
+        else:
+            store = files.open_weights(folder, name)
+        load: Callable[[], Any] = read.ready_to_load(module, store, strict)
+        return load
 
-    def load_optimizer(
-        self, optimizer: Optimizer, folder: str | Path, name: str, map_location: Any = "cpu"
-    ) -> None:
-        saved = self.saved_optimizer(folder, name)
-        names = self.names.of(optimizer)
+    def _shows_shapes(self, optimizer: Optimizer) -> bool:
+        return self._fsdp1_model(optimizer) is None
+
+    def _state_to_load(
+        self, saved: SavedOptimizer, optimizer: Optimizer, names: Names, map_location: Any
+    ) -> dict[str, Any]:
         root = self._fsdp1_model(optimizer)
         if root is None:
-            state = optimizers.state_to_load(saved, optimizer, names, map_location)
-        else:
-            named = optimizers.state_to_load_by_name(saved, names)
-            state = fsdp1.optimizer_state_to_load(root, inner_optimizer(optimizer), named)
-        optimizer.load_state_dict(state)
+            return super()._state_to_load(saved, optimizer, names, map_location)
+        named = optimizers.state_to_load_by_name(saved, names)
+        return fsdp1.optimizer_state_to_load(root, inner_optimizer(optimizer), named)
 
     def gradient_layout(self, model: nn.Module) -> str:  # noqa: ARG002
         """A strategy over the axes of a mesh says which."""

@@ -17,19 +17,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from acc_ops.exchange import tried
 from acc_ops.lazy import LazyModule
 from acc_ops.unwrap import extract_model_from_parallel
 from acc_ops.world import World
 from acc_plugins.outcome import StepOutcome
 from acc_plugins.precisions.precision import Precision
-from acc_plugins.states.names import ParameterNames
+from acc_plugins.states.names import ParameterNames, plain_state
 from acc_plugins.states.part import Part, TorchFilePart, WeightsPart
 from acc_plugins.strategies import clip
-from acc_plugins.strategies.agreement import Facts, check_agreement, model_facts
+from acc_plugins.strategies.agreement import Facts, check_agreement, model_facts, optimizer_facts
 from acc_plugins.strategies.placing import follow, place
+from acc_plugins.strategies.same_start import tie_what_is_empty
 
 if TYPE_CHECKING:
-    from acc_plugins.states.optimizers import Opened, SavedOptimizer
+    from acc_plugins.states.names import Names
+    from acc_plugins.states.optimizers import SavedOptimizer
     from acc_plugins.strategies.gradients import GradientPlace, Places
 
 __all__ = ["Bundle", "StepOutcome", "Strategy"]
@@ -60,6 +63,8 @@ class Strategy:
     name: ClassVar[str] = "single"
     synchronises: ClassVar[bool] = False  # whether without_sync and sync_next_backward do anything
     changes_modules_in_place: ClassVar[bool] = False  # a copy of a prepared model would not be one
+    why_not_compiled: str = ""  # where torch.compile leaves all as it is; what to do instead
+    gathers: ClassVar[bool] = False  # whether `state` is a call for every rank
     waits_for_all: ClassVar[bool] = False  # a step that some rank leaves out would keep the others waiting
 
     def __init__(self, world: World, precision: Precision, *, save_on_each_node: bool = False) -> None:
@@ -69,7 +74,6 @@ class Strategy:
         self.save_on_each_node = save_on_each_node
         self.names = ParameterNames()
         self._seeds: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
-        self._opened: Opened | None = None
 
     # 1
     def prepare(self, bundle: Bundle) -> Bundle:
@@ -79,22 +83,30 @@ class Strategy:
         they do not, and for a model that cannot be placed.
         """
         if self.world.size > 1 and self.synchronises and self._must_agree(bundle):
-            agreement = [model_facts(model, self.treatment(model)) for model in bundle.models]
-            kinds = ", ".join(type(optimizer).__name__ for optimizer in bundle.optimizers)
-            check_agreement(
-                self.world.comm, {**self.options_of_all_ranks(), "the optimizers": kinds or "none"}, agreement
-            )
+            self._agree(bundle)
         self.names.note(bundle.models, bundle.optimizers)
         made = self._make(bundle)
         self.names.add(made.models)
         return made
+
+    def _agree(self, bundle: Bundle) -> None:
+        for model in bundle.models:
+            tie_what_is_empty(model)
+        models, error = tried(lambda: [model_facts(model, self.treatment(model)) for model in bundle.models])
+        named = self.names.about(bundle.models, bundle.optimizers)
+        optimizers = [
+            optimizer_facts(one, names) for one, names in zip(bundle.optimizers, named, strict=True)
+        ]
+        kinds = ", ".join(one.kind for one in optimizers)
+        options = {**self.options_of_all_ranks(), "the optimizers": kinds or "none"}
+        check_agreement(self.world.comm, options, models or (), optimizers, error=error)
 
     def options_of_all_ranks(self) -> dict[str, str]:
         """By name, what must be the same on every rank, since it decides what is sent or what files hold."""
         return {"the strategy": self.name, "mixed_precision": self.precision.name}
 
     def treatment(self, model: nn.Module) -> Facts:  # noqa: ARG002
-        """How the options would treat this model, likewise; raises nothing."""
+        """How the options would treat this model, likewise. What it raises, every rank raises."""
         return []
 
     def _must_agree(self, bundle: Bundle) -> bool:
@@ -116,8 +128,15 @@ class Strategy:
         return self.precision.wrap(model)
 
     # 2
-    def without_sync(self, model: nn.Module) -> AbstractContextManager[Any]:  # noqa: ARG002  same signature everywhere
-        """Around forward AND backward of a micro-batch that only accumulates: gradients stay on this rank."""
+    def without_sync(
+        self,
+        model: nn.Module,  # noqa: ARG002  same signature everywhere
+        apart: bool = False,  # noqa: ARG002
+    ) -> AbstractContextManager[Any]:
+        """Around forward AND backward of a micro-batch that only accumulates: gradients stay on this rank.
+
+        A step, inside or later, first exchanges what is still held; `apart`: not inside, where ranks with whole models train for themselves.
+        """
         return _NOTHING
 
     def sync_next_backward(self, model: nn.Module) -> AbstractContextManager[Any]:  # noqa: ARG002
@@ -148,6 +167,18 @@ class Strategy:
         return seed
 
     # 4
+    def exchange_held(self) -> None:
+        """Average what micro-batches under `without_sync` have left on each rank and no backward has exchanged: before somebody looks at gradients.
+
+        `step` does it. Nothing where a window has ended as usual. Every rank calls it.
+        """
+
+    def drop_held(self, optimizer: Optimizer) -> None:
+        """Forget, with the optimizer's `zero_grad`, what is held back of its parameters where it cannot reach it."""
+
+    def note_held(self, model: nn.Module, held: bool) -> None:
+        """`held`: gradients of this rank alone were put into the model's `gradient_places`; else nothing is held there."""
+
     def unscale(self, optimizer: Optimizer) -> None:
         """Give gradients their true size before somebody looks at them; any number of times per step."""
         self.precision.unscale(optimizer)
@@ -169,8 +200,8 @@ class Strategy:
 
     # 6
     def state(self, model: nn.Module) -> dict[str, Tensor]:
-        """All weights by the names the user's own module gives them; at least on rank 0."""
-        return dict(self.unwrap(model).state_dict())
+        """All weights by the names the user's own module gives them, without those of torch.compile, and with its `_metadata`; at least on rank 0."""
+        return plain_state(self.unwrap(model).state_dict())
 
     def state_for_hooks(self, model: nn.Module) -> Mapping[str, Any]:
         """What hooks before a save are shown and `model_part` is given: the weights, in shards where they are saved in shards."""
@@ -203,52 +234,68 @@ class Strategy:
         part = self.model_part(model, state, name, safe)
         return [] if part is None else part.write(folder)
 
-    def check_model(self, folder: str | Path, name: str) -> None:
-        """Whether `load_model` will find weights that can be read. FileNotFoundError where there are none; OSError, ValueError or RuntimeError
-        where they cannot be read."""
-        files.open_weights(folder, name)  # no tensor is read
-
-    def check_optimizer(self, folder: str | Path, name: str) -> None:
-        """The same for `load_optimizer`."""
-        self._opened = self._opened or optimizers.Opened()
-        self._opened.check(folder, name)
-
-    def load_model(
+    def open_model(
         self,
         model: nn.Module,
         folder: str | Path,
         name: str,
         map_location: Any = "cpu",  # noqa: ARG002  for strategies that build new tensors
         strict: bool = True,
-    ) -> Any:
-        """Load the weights called `name`, whatever strategy wrote them; what `load_state_dict` returned.
+    ) -> Callable[[], Any]:
+        """Compare the weights called `name`, whatever strategy wrote them, with those of the model; the call that loads them, and returns what
+        `load_state_dict` returned. Until it is called nothing of the model is changed, and no tensor read.
 
         The values go from the mapped file straight into the model's own tensors, wherever those are, so `map_location` changes nothing here.
-        Raises FileNotFoundError when there is no such file, and RuntimeError, before anything is changed, naming missing or unexpected weights
-        (when `strict`) and those of another shape.
+        Raises FileNotFoundError when there is no such file, OSError, ValueError or RuntimeError for one that cannot be read, and DoesNotFitError (both
+        a RuntimeError and a ValueError) naming missing or unexpected weights (when `strict`) and those of another shape. Call it on every rank.
         """
-        return read.load_weights(self.unwrap(model), files.open_weights(folder, name), strict)
+        load: Callable[[], Any] = read.ready_to_load(
+            self.unwrap(model), files.open_weights(folder, name), strict
+        )
+        return load
+
+    def load_model(
+        self, model: nn.Module, folder: str | Path, name: str, map_location: Any = "cpu", strict: bool = True
+    ) -> Any:
+        """Load the weights called `name`; what `load_state_dict` returned. Errors as of `open_model`."""
+        return self.open_model(model, folder, name, map_location, strict)()
 
     def save_optimizer(self, optimizer: Optimizer, folder: str | Path, name: str) -> list[str]:
         """Write the optimizer's state as `<name>.bin`; the file names written. Call it on every rank."""
         part = self.optimizer_part(optimizer, name)
         return [] if part is None else part.write(folder)
 
+    def open_optimizer(
+        self, optimizer: Optimizer, folder: str | Path, name: str, map_location: Any = "cpu"
+    ) -> Callable[[], None]:
+        """Compare the state called `name`, whatever strategy wrote it, with the optimizer; the call that loads it. Until then nothing is changed.
+
+        Raises FileNotFoundError when there is none, DoesNotFitError (a ValueError) for other parameters or groups, ValueError for a file with more than
+        plain data and tensors in it. Call it on every rank.
+        """
+        saved: SavedOptimizer = optimizers.open_optimizer(folder, name)
+        names = self.names.of(optimizer)
+        optimizers.check_fits(saved, optimizer, names, shapes=self._shows_shapes(optimizer))
+        return lambda: optimizer.load_state_dict(
+            self._state_to_load(saved.latest(folder, name), optimizer, names, map_location)
+        )
+
     def load_optimizer(
         self, optimizer: Optimizer, folder: str | Path, name: str, map_location: Any = "cpu"
     ) -> None:
-        """Load the state called `name`, whatever strategy wrote it. Raises FileNotFoundError when there is none, ValueError for another optimizer's
-        state and for a file with more than plain data and tensors in it."""
-        saved = self.saved_optimizer(folder, name)
-        optimizer.load_state_dict(
-            optimizers.state_to_load(saved, optimizer, self.names.of(optimizer), map_location)
-        )
+        """Load the state called `name`. Errors as of `open_optimizer`."""
+        self.open_optimizer(optimizer, folder, name, map_location)()
 
-    def saved_optimizer(self, folder: str | Path, name: str) -> SavedOptimizer:
-        """The state called `name`, opened once where `check_optimizer` was called before. Errors as of `load_optimizer`."""
-        opener = optimizers.open_optimizer if self._opened is None else self._opened.take
-        saved: SavedOptimizer = opener(folder, name)
-        return saved
+    def _shows_shapes(self, optimizer: Optimizer) -> bool:  # noqa: ARG002
+        """Whether the optimizer's parameters have the shapes of the user's own."""
+        return True
+
+    def _state_to_load(
+        self, saved: SavedOptimizer, optimizer: Optimizer, names: Names, map_location: Any
+    ) -> dict[str, Any]:
+        """What the optimizer's `load_state_dict` takes."""
+        state: dict[str, Any] = optimizers.state_to_load(saved, optimizer, names, map_location)
+        return state
 
     def exchange_order(self, model: nn.Module) -> list[list[str]] | None:  # noqa: ARG002
         """In which groups, by name, gradients are added up over the ranks, where that is chosen in training: a resumed run needs it to get the
@@ -287,5 +334,4 @@ class Strategy:
     def close(self) -> None:
         """Let go of everything that was prepared."""
         self._seeds.clear()
-        self._opened = None
         self.names.clear()
