@@ -19,7 +19,7 @@ from acc_plugins.options.compile import TorchDynamoPlugin
 from acc_plugins.options.dataloader import DataLoaderConfiguration
 from acc_plugins.options.kwargs import AutocastKwargs, GradScalerKwargs, ProfileKwargs
 from acc_plugins.options.project import ProjectConfiguration
-from acc_trainer import Accelerator, CheckpointError
+from acc_trainer import Accelerator
 from acc_trainer.state import is_initialized
 
 torch.set_num_threads(1)
@@ -392,62 +392,6 @@ def test_free_memory_frees_the_model_at_once():
     assert accelerator.clear(1) == [None]
 
 
-def test_collectives_speak_for_the_run():
-    def work():
-        accelerator = Accelerator()
-        rank = accelerator.process_index
-        return (
-            accelerator.gather(torch.tensor([rank])).tolist(),
-            accelerator.reduce(torch.tensor(1.0 + rank)).item(),
-            accelerator.reduce(torch.tensor(1.0 + rank), "mean").item(),
-            accelerator.pad_across_processes(torch.ones(1 + rank), pad_index=-1).tolist(),
-        )
-
-    assert run_threads(2, work) == [([0, 1], 3.0, 1.5, [1.0, -1.0]), ([0, 1], 3.0, 1.5, [1.0, 1.0])]
-
-
-def test_a_trigger_is_seen_once_by_everybody():
-    def work():
-        accelerator = Accelerator()
-        seen = [accelerator.check_trigger()]
-        if accelerator.process_index == 1:
-            accelerator.set_trigger()
-        return [*seen, accelerator.check_trigger(), accelerator.check_trigger()]
-
-    assert run_threads(2, work) == [[False, True, False]] * 2
-
-
-def test_only_what_has_a_state_is_registered():
-    accelerator = Accelerator()
-    accelerator.register_for_checkpointing(torch.nn.Linear(1, 1))
-    with pytest.raises(ValueError, match=r"state_dict\(\) and load_state_dict\(\).*'text'"):
-        accelerator.register_for_checkpointing("text")
-    assert len(accelerator._custom_objects) == 1
-    handle = accelerator.register_save_state_pre_hook(lambda *_: None)
-    assert len(accelerator._save_model_state_pre_hook) == 1
-    handle.remove()
-    assert not accelerator._save_model_state_pre_hook
-    accelerator.register_load_state_pre_hook(lambda *_: None).remove()
-
-
-def test_the_weights_are_saved_for_loading_elsewhere(tmp_path):
-    accelerator = Accelerator()
-    model = accelerator.prepare(net())
-    accelerator.save_model(model, tmp_path / "whole")
-    accelerator.save_model(model, tmp_path / "torch", safe_serialization=False)
-    accelerator.save_model(model, tmp_path / "shards", max_shard_size="60B")
-    assert (tmp_path / "whole" / "model.safetensors").is_file()
-    state = torch.load(tmp_path / "torch" / "pytorch_model.bin", weights_only=True)
-    assert torch.equal(state["0.weight"], model[0].weight)
-    assert (tmp_path / "shards" / "model.safetensors.index.json").is_file()
-    assert accelerator.get_state_dict(model).keys() == model.state_dict().keys()
-    accelerator.save({"a": torch.ones(1)}, tmp_path / "any.bin")
-    assert torch.load(tmp_path / "any.bin", weights_only=True)["a"].item() == 1
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(NotADirectoryError):
-        accelerator.save_model(model, tmp_path / "file")
-
-
 def test_a_resumed_run_ends_with_the_same_weights(tmp_path):
     def make():
         accelerator = Accelerator(gradient_accumulation_steps=2)
@@ -572,26 +516,3 @@ def test_the_run_is_told_about_through_the_project(tmp_path):
     ]
     accelerator.end_training()
     assert accelerator.is_main_process
-
-
-def test_an_empty_folder_name_is_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"empty name; '\.' is this folder"):
-        Accelerator().save_model(net(), "")
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_model_that_cannot_be_written_is_an_error_on_every_rank(tmp_path):
-    (tmp_path / "file").write_text("x")
-
-    def work():
-        accelerator = Accelerator()
-        try:
-            accelerator.save_model(net(), tmp_path / "file")
-        except (NotADirectoryError, CheckpointError) as error:
-            return type(error), str(error)
-
-    first, second = run_threads(2, work, timeout_s=20)
-    assert first[0] is NotADirectoryError
-    assert second[0] is CheckpointError
-    assert "rank 0 failed while saving a model into" in second[1]

@@ -44,28 +44,11 @@ def gathered(loader, *, ranks, collect=None, **options):
     return results[0]
 
 
-class Mesh:
-    """The part of a DeviceMesh that is asked: two shares of the samples, each of which two ranks have."""
-
-    mesh_dim_names = ("dp_replicate", "tp")
-    mesh = torch.arange(4).reshape(2, 2)
-
-    def __getitem__(self, name):
-        return self
-
-    def size(self):
-        return 2
-
-    def get_local_rank(self, name):
-        rank = current_world().rank
-        return rank // 2 if name.startswith("dp") else rank % 2
-
-
 @settings(max_examples=60)
 @given(size=st.integers(1, 20), share=st.integers(1, 3), dispatch=st.booleans(), objects=st.booleans())
-def test_ranks_that_share_their_samples_bring_them_in_once(size, share, dispatch, objects):
+def test_ranks_that_share_their_samples_bring_them_in_once(size, share, dispatch, objects, mesh):
     def work():
-        world = replace(current_world(), mesh=Mesh())
+        world = replace(current_world(), mesh=mesh)
         accelerator = Accelerator()
         made = prepare_data_loader(
             DataLoader(range(size), share),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 import acc_ops
 import acc_plugins
+from acc_trainer.exchanges import Exchanges
 from acc_trainer.grad_sync import AdvanceOnly, HoldBack
 from acc_trainer.rooms import (
     checkpoint,
@@ -18,7 +20,6 @@ from acc_trainer.rooms import (
     data,
     gradient_state,
     lomo,
-    metrics,
     parallel,
     preparing,
     profiling,
@@ -29,7 +30,6 @@ from acc_trainer.rooms import (
     tracking,
     uneven,
 )
-from acc_trainer.views import Views
 
 if TYPE_CHECKING:
     import os
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 _UNSET: Any = object()
 
 
-class Accelerator(Views):
+class Accelerator(Exchanges):
     """Runs one training script on any number of processes and devices.
 
     Options are explained in the README. Raises `ValueError` for options that contradict each other or that this device cannot do, and
@@ -110,7 +110,7 @@ class Accelerator(Views):
         self.gradient_state = gradient_state.GradientState.of(self.grad_sync)
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.flag_tensor: torch.Tensor | None = None
+        self.flag_tensor = None
         self._trackers = tracking.Trackers(setup.as_list(log_with), self.logging_dir, self.world)
         self._advance_only = AdvanceOnly(self.grad_sync)
         self._models: list[Any] = []
@@ -203,8 +203,8 @@ class Accelerator(Views):
         return self._advance_only
 
     def no_sync(self, model: Any) -> AbstractContextManager[Any]:
-        """Around forward and backward whose gradients stay on this process."""
-        return self.strategy.without_sync(model)
+        """Around forward and backward whose gradients stay on this process: a step inside takes its own, one behind it exchanges them first."""
+        return self.strategy.without_sync(model, apart=True)
 
     def trigger_sync_in_backward(self, model: Any) -> AbstractContextManager[Any]:
         """Around a backward whose forward ran under `no_sync`: gradients are exchanged after all."""
@@ -225,7 +225,12 @@ class Accelerator(Views):
         lomo.backward(self, loss, learning_rate)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Give the gradients of `optimizer` (one, several, or by default all) their true size; only fp16 scales them."""
+        """Give the gradients of `optimizer` (one, several, or by default all) their true size: only fp16 scales them.
+
+        Gradients that a window which was broken off has left on each process are exchanged before.
+        """
+        if self.grad_sync.sync:
+            self.strategy.exchange_held()
         if self.precision.scaler is None:
             return
         chosen = self._optimizers if optimizer is None else optimizer
@@ -274,38 +279,6 @@ class Accelerator(Views):
         """Around training steps: the timer says how long data, forward, backward, sync and step took (see `timing`)."""
         return timing.timed(self)
 
-    # between processes -------------------------------------------------------------------------------------------------------
-
-    def gather(self, tensor: Any) -> Any:
-        """Tensors of all processes joined along the first dimension, in nested structures too."""
-        return acc_ops.gather(tensor, world=self.world)
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """`gather` that counts every sample exactly once; see `metrics`."""
-        return metrics.gather_for_metrics(input_data, self.grad_sync, self.world, use_gather_object)
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Tensors of all processes combined element by element: "sum", "mean" or "max"."""
-        return acc_ops.reduce(tensor, reduction, scale, world=self.world)
-
-    def pad_across_processes(
-        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
-    ) -> Any:
-        """Tensors made as long along `dim` as the longest among the processes."""
-        return acc_ops.pad_across_processes(tensor, dim, pad_index, pad_first, world=self.world)
-
-    def set_trigger(self) -> None:
-        """Raise a flag that `check_trigger` sees on every process."""
-        self.flag_tensor = torch.ones(1, dtype=torch.int64, device=self.device)
-
-    def check_trigger(self) -> bool:
-        """Whether any process raised the flag since the last check; every process must ask."""
-        mine = self.flag_tensor
-        if mine is None:
-            mine = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.flag_tensor = None
-        return bool(acc_ops.reduce(mine, "sum", world=self.world).item())
-
     # saving ------------------------------------------------------------------------------------------------------------------
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
@@ -315,7 +288,8 @@ class Accelerator(Views):
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """All weights of a model; `unwrap=False` keeps the names of the wrapper."""
-        return self.strategy.state(model) if unwrap else dict(model.state_dict())
+        state: dict[str, torch.Tensor] = self.strategy.state(model) if unwrap else model.state_dict()
+        return state
 
     def save_model(
         self,
@@ -326,19 +300,20 @@ class Accelerator(Views):
     ) -> None:
         """Write the weights for loading elsewhere: model.safetensors, or shards and an index; older ones there are removed.
 
-        `ValueError` for an empty folder name. A failure on the process that writes raises on all: CheckpointError on the others.
+        Every process calls it where weights are sharded; elsewhere the main process may call it alone. `ValueError` for an empty folder name. A failure
+        on the process that writes raises on all that call it: CheckpointError on the others.
         """
         saving.save_model(self, model, save_directory, max_shard_size, safe_serialization)
 
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
-    ) -> str:
+    ) -> Path:
         """Write a checkpoint of everything prepared and registered, whole or not at all; its folder.
 
         `blocking=False`: copy everything and write the copy beside the training; `metric`: how good the run is now; `wait_s`: how long rank 0
         waits for the others. CheckpointError when a rank fails, and when an earlier save beside the training did.
         """
-        folder: str = checkpoint.save_state(self, output_dir, safe_serialization, **save_model_func_kwargs)
+        folder: Path = checkpoint.save_state(self, output_dir, safe_serialization, **save_model_func_kwargs)
         return folder
 
     def wait_for_save(self) -> None:

@@ -44,6 +44,8 @@ class Holder(Protocol):
 
     def held_gradients(self) -> Iterable[Held]: ...
 
+    def drop_held(self, optimizer: Optimizer) -> None: ...
+
 
 class GradSync:
     """The accumulation counter of one Accelerator; its optimizers, schedulers and loaders look at this object.
@@ -179,6 +181,12 @@ class GradSync:
         self.sync = True
         self.broken = self.pending = self.inside = False
         self.optimizers.clear()
+
+    def drop_held(self, optimizer: Optimizer) -> None:
+        """What a strategy holds back of its parameters goes with their gradients."""
+        holder = None if self.holder is None else self.holder()
+        if holder is not None:
+            holder.drop_held(optimizer)
 
     def _held(self) -> Iterable[Held]:
         holder = None if self.holder is None else self.holder()

@@ -111,6 +111,7 @@ class AcceleratedOptimizer(Optimizer):
         if not grad_sync.sync:
             return
         grad_sync.pending = False
+        grad_sync.drop_held(self.optimizer)
         if set_to_none is None:
             self.optimizer.zero_grad()
         elif "set_to_none" in inspect.signature(self.optimizer.zero_grad).parameters:

@@ -263,6 +263,9 @@ def _compiled(accelerator: Accelerator, model: nn.Module) -> Any:
     plugin = accelerator.dynamo_plugin
     if plugin.backend is DynamoBackend.NO or is_compiled_module(model) or has_compiled_regions(model):
         return model
+    if accelerator.strategy.why_not_compiled:
+        logger.warning("%s is not compiled: %s", type(model).__name__, accelerator.strategy.why_not_compiled)
+        return model
     arguments = plugin.to_kwargs()
     if plugin.use_regional_compilation:
         in_place = accelerator.strategy.changes_modules_in_place

@@ -17,7 +17,8 @@ from acc_ops.comm import ThreadComm
 from acc_ops.devices import default_device, device_row, set_device
 from acc_ops.enums import DistributedType, PrecisionType
 from acc_ops.environment import parse_choice_from_env, parse_flag_from_env
-from acc_ops.world import World, bound_world, destroy_group, join_world, leave_world
+from acc_ops.parting import destroy_group
+from acc_ops.world import World, bound_world, join_world, leave_world
 from acc_plugins.options.deepspeed_active import answer_with
 from acc_trainer.engines import (
     Engines,

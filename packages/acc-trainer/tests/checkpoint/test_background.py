@@ -214,6 +214,28 @@ def test_hooks_see_the_live_weights_and_what_they_write_is_in_the_checkpoint(run
     assert "mine.txt" in check_whole(folder, checksums=True).files
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_nobody_looks_for_garbage_while_the_state_is_copied(runs, tmp_path, before):
+    run = runs.build()
+    seen = []
+    run._save_model_state_pre_hook[0] = lambda *_: seen.append(gc.isenabled())
+    if not before:
+        gc.disable()
+    try:
+        save_state(run, tmp_path / "c", blocking=False)
+        after = [gc.isenabled()]
+        finish_save(run)
+        save_state(run, tmp_path / "c")
+        run._custom_objects[0].value = threading.Lock()
+        with pytest.raises(TypeError, match="cannot pickle"):
+            save_state(run, tmp_path / "c", blocking=False)
+        after.append(gc.isenabled())
+    finally:
+        gc.enable()
+    assert seen == [False, before, False]
+    assert after == [before, before]
+
+
 def test_the_buffers_are_kept_and_no_second_copy_of_the_state_is_made(runs, tmp_path):
     run = runs.build()
     sizes = []

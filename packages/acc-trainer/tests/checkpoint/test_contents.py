@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from acc_trainer import Accelerator
 from acc_trainer.checkpoint import CheckpointError
+from acc_trainer.checkpoint.contents import check_same_objects, collect
 
 
 class Value:
@@ -158,3 +160,115 @@ def test_a_hook_that_takes_a_model_leaves_the_others_to_be_counted_anew(tmp_path
     again.register_load_state_pre_hook(lambda models, folder: models.pop(0))
     again.load_state(str(tmp_path / "c"))
     assert of(again) == [8, 2]
+
+
+def one_run(optimizer=torch.optim.AdamW, schedule=torch.optim.lr_scheduler.StepLR, custom=Value, **options):
+    accelerator = Accelerator()
+    model = filled(1)
+    optimizer = optimizer(model.parameters(), lr=0.1)
+    accelerator.prepare(model, optimizer, schedule(optimizer, 3))
+    accelerator.register_for_checkpointing(custom(**options))
+    return accelerator
+
+
+class Other(Value):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        ({"optimizer": torch.optim.SGD}, r"optimizers .* state of a AdamW where this run has a SGD"),
+        (
+            {"schedule": torch.optim.lr_scheduler.CosineAnnealingLR},
+            "schedulers .* StepLR .* CosineAnnealingLR",
+        ),
+        ({"custom": Other}, "custom .* Value .* Other"),
+    ],
+)
+def test_another_class_in_a_place_is_an_error_that_lists_both_and_changes_nothing(tmp_path, other, named):
+    one_run(value=1).save_state(tmp_path / "c")
+    run = one_run(**other)
+    with torch.no_grad():
+        run._models[0].weight.fill_(5)
+    with pytest.raises(CheckpointError, match=f"(?s){named}.*name_for_checkpoints.*by hand"):
+        run.load_state(tmp_path / "c")
+    assert (of(run), run._custom_objects[0].value) == ([5], 0)
+    assert run._optimizers[0].param_groups[0]["lr"] == 0.1
+
+
+def test_a_class_that_was_moved_is_the_same_class(tmp_path):
+    one_run(value=1).save_state(tmp_path / "c")
+    moved = type("Value", (Value,), {"__module__": "elsewhere", "__qualname__": "make.<locals>.Value"})
+    run = one_run(custom=moved)
+    run.load_state(tmp_path / "c")
+    assert run._custom_objects[0].value == 1
+
+
+def test_what_has_a_name_takes_the_state_of_that_name_whatever_its_class(tmp_path):
+    saved, again = Accelerator(), Accelerator()
+    saved.register_for_checkpointing(best=Value(4))
+    saved.save_state(tmp_path / "c")
+    again.register_for_checkpointing(best=Other())
+    again.load_state(tmp_path / "c")
+    assert again._custom_objects[0].value == 4
+
+
+def test_a_registered_model_is_the_same_compiled_or_not(tmp_path):
+    saved, again = Accelerator(), Accelerator()
+    saved.register_for_checkpointing(filled(2))
+    saved.save_state(tmp_path / "c")
+    compiled = torch.compile(filled(0), backend="eager")
+    compiled.load_state_dict = compiled._orig_mod.load_state_dict
+    again.register_for_checkpointing(compiled)
+    again.load_state(tmp_path / "c")
+    assert int(compiled.weight[0, 0]) == 2
+
+
+def test_schedules_of_one_class_that_change_optimizers_are_an_error(tmp_path):
+    def run(order):
+        accelerator = Accelerator()
+        models = filled(1), filled(2, size=4)
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        schedules = [
+            torch.optim.lr_scheduler.StepLR(one, size) for one, size in zip(optimizers, (1, 9), strict=True)
+        ]
+        accelerator.prepare(*models, *optimizers, *schedules[::order])
+        return accelerator
+
+    run(1).save_state(tmp_path / "c")
+    run(1).load_state(tmp_path / "c")
+    with pytest.raises(
+        CheckpointError, match=r"(?s)schedulers .* in the same order.*of optimizer\).*of optimizer_1\)"
+    ):
+        run(-1).load_state(tmp_path / "c")
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(4))
+
+
+def loaders(*data, batch=2):
+    accelerator = Accelerator()
+    accelerator.prepare(*(DataLoader(one, batch) for one in data))
+    return accelerator
+
+
+def test_loaders_in_another_order_are_an_error_and_another_batch_size_is_none(tmp_path):
+    few, many, others = TensorDataset(torch.arange(10)), TensorDataset(torch.arange(40)), list(range(7))
+    loaders(few, many).save_state(tmp_path / "c")
+    loaders(few, many, batch=4).load_state(tmp_path / "c")
+    loaders(few, TensorDataset(torch.arange(50)), batch=4).load_state(tmp_path / "c")  # it has grown
+    for order in ((many, few), (many, others)):
+        with pytest.raises(CheckpointError, match=r"(?s)loaders .* in the same order.*10 of TensorDataset"):
+            loaders(*order).load_state(tmp_path / "c")
+    with pytest.raises(CheckpointError, match=r"loaders .* where one has a stream.*a stream of Stream"):
+        loaders(few, Stream()).load_state(tmp_path / "c")
+
+
+def test_a_manifest_that_says_less_is_compared_in_what_it_says(tmp_path):
+    accelerator = loaders(TensorDataset(torch.arange(10)), Stream())
+    described = collect(accelerator).described()["loaders"]
+    old = [{key: one[key] for key in ("name", "class")} for one in described]
+    check_same_objects(collect(accelerator), {"loaders": old}, tmp_path)

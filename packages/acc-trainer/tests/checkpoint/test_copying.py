@@ -46,6 +46,21 @@ def test_copies_are_equal(sources, threads):
     assert all(torch.equal(a, b) for a, b in zip(targets, sources, strict=True))
 
 
+def test_small_tensors_are_copied_many_at_a_time(monkeypatch):
+    sizes = []
+    copy = torch._foreach_copy_
+    monkeypatch.setattr(
+        torch,
+        "_foreach_copy_",
+        lambda targets, sources, **options: sizes.append(len(sources)) or copy(targets, sources, **options),
+    )
+    sources = [torch.full((4,), float(number)) for number in range(11)]  # 16 bytes each, 64 at a time
+    targets = [torch.empty(4) for _ in sources]
+    copying.copy_all(targets, sources)
+    assert sorted(sizes) == [3, 4, 4]
+    assert all(torch.equal(a, b) for a, b in zip(targets, sources, strict=True))
+
+
 def test_a_copy_needs_no_gradients():
     source = torch.randn(90, requires_grad=True)
     target = torch.zeros(90)

@@ -125,9 +125,8 @@ def test_gradients_of_another_model_are_refused_before_anything_is_touched(tmp_p
     prepared = _prepared()
     _train(prepared, 0, 1)
     prepared[0].save_state(str(tmp_path / "c"))
-    accelerator = Accelerator(gradient_accumulation_steps=4)
-    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
-    model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator, model, *_ = _prepared()
+    model[0].weight = torch.nn.Parameter(torch.zeros(5, 3))  # which its optimizer does not train
     before = model[0].weight.clone()
     with pytest.raises(
         CheckpointError,

@@ -9,16 +9,15 @@ import sys
 
 import pytest
 
+from acc_plugins.states.whole import check_no_checkpoint, is_foreign
 from acc_trainer.checkpoint import manifest as manifests
 from acc_trainer.checkpoint.layout import CheckpointError, NotWholeError
 from acc_trainer.checkpoint.listing import newest_whole
 from acc_trainer.checkpoint.manifest import (
     Manifest,
     check_bytes,
-    check_no_checkpoint,
     check_whole,
     files_of,
-    is_foreign,
     is_whole,
     metric_of,
     read_manifest,

@@ -72,7 +72,7 @@ def test_without_a_folder_the_newest_whole_one_is_taken_and_the_numbering_goes_o
     other = runs.build(tmp_path)
     load_state(other)
     assert runs.picture(other) == want
-    assert save_state(other).endswith("checkpoint_3")
+    assert save_state(other).name == "checkpoint_3"
 
 
 def test_a_newest_folder_with_a_foreign_manifest_is_passed_over(runs, tmp_path):
@@ -88,7 +88,7 @@ def test_a_newest_folder_with_a_foreign_manifest_is_passed_over(runs, tmp_path):
     ):
         load_state(run)
     assert runs.picture(run) == want
-    assert save_state(run).endswith("checkpoint_92")
+    assert save_state(run).name == "checkpoint_92"
 
 
 def test_a_newest_folder_that_is_not_whole_is_passed_over(runs, tmp_path):
@@ -101,7 +101,7 @@ def test_a_newest_folder_that_is_not_whole_is_passed_over(runs, tmp_path):
     with pytest.warns(UserWarning, match=r"checkpoint_1 has a higher number .* optimizer\.bin is missing"):
         load_state(other)
     assert runs.picture(other) == want
-    assert save_state(other).endswith("checkpoint_2")
+    assert save_state(other).name == "checkpoint_2"
 
 
 @pytest.mark.parametrize(
@@ -355,3 +355,40 @@ def test_a_checkpoint_parked_by_a_death_between_two_renames_loads(runs, tmp_path
     other = runs.build(seed=2)
     load_state(other, tmp_path / "c")
     assert runs.picture(other) == runs.picture(run)
+
+
+def _unlike(run, kind):
+    """Make the last object of `kind` one that what was saved does not fit."""
+    if kind == "shape":
+        run._models[-1].weight = torch.nn.Parameter(torch.zeros(5, 2))
+    elif kind == "name":
+        run._models[-1].register_buffer("more", torch.zeros(1))
+    elif kind == "groups":
+        run._optimizers[-1].add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+    else:
+        run._optimizers[-1].state.clear()
+        run._optimizers[-1].param_groups[0]["params"][0] = torch.nn.Parameter(torch.zeros(5, 2))
+
+
+@pytest.mark.parametrize("kind", ["shape", "name", "groups", "state"])
+@pytest.mark.parametrize("error", [CheckpointError, RuntimeError, ValueError])
+def test_the_last_object_that_does_not_fit_is_found_before_the_first_is_touched(runs, tmp_path, kind, error):
+    save_state(runs.build(models=2), tmp_path / "c")
+    other = runs.build(models=2, seed=9)
+    _unlike(other, kind)
+    before = runs.picture(other)
+    with pytest.raises(error, match=r"(model|optimizer)_1 in .*nothing was changed"):
+        load_state(other, tmp_path / "c")
+    assert runs.picture(other) == before
+
+
+def test_what_fails_half_way_says_that_the_run_is_a_mixture(runs, tmp_path):
+    save_state(runs.build(models=2), tmp_path / "c")
+    other = runs.build(models=2, seed=9)
+
+    def fail(*_, **__):
+        raise KeyError("momentum")
+
+    other._models[1].load_state_dict = fail
+    with pytest.raises(CheckpointError, match=r"model_1 could not take its state .*KeyError.*parts of two"):
+        load_state(other, tmp_path / "c")

@@ -28,18 +28,23 @@ def _replace(folder, tmp_path, number):
 
 
 def _at(run, method, do):
-    """Do something just before the strategy makes its first call of `method`."""
-    original, done = getattr(run.strategy, method), []
+    """Do something just before the strategy opens the first model or optimizer, or just before it loads what it opened."""
+    step, _, kind = method.partition("_")
+    original, done = getattr(run.strategy, f"open_{kind}"), []
 
-    def call(*args, **kwargs):
-        if not done:
-            done.append(do())
-        return original(*args, **kwargs)
+    def once(call):
+        def called(*args, **kwargs):
+            if not done:
+                done.append(do())
+            return call(*args, **kwargs)
 
-    setattr(run.strategy, method, call)
+        return called
+
+    opening = once(original) if step == "open" else lambda *args, **kwargs: once(original(*args, **kwargs))
+    setattr(run.strategy, f"open_{kind}", opening)
 
 
-@pytest.mark.parametrize("method", ["check_optimizer", "check_model", "load_model", "load_optimizer"])
+@pytest.mark.parametrize("method", ["open_optimizer", "open_model", "load_model", "load_optimizer"])
 @pytest.mark.parametrize("checksums", [False, True])
 def test_a_folder_replaced_at_any_point_is_loaded_as_the_new_one(runs, tmp_path, method, checksums):
     pictures = _saves(runs, tmp_path, 2)
@@ -100,7 +105,7 @@ def test_a_checkpoint_pruned_while_it_is_loaded_gives_way_to_the_newest(runs, tm
     _at(run, "load_optimizer", save_and_prune)
     load_state(run)
     assert runs.picture(run) == runs.picture(writer)
-    assert save_state(run).endswith("checkpoint_2")
+    assert save_state(run).name == "checkpoint_2"
 
 
 def test_what_one_rank_notices_all_ranks_load_again(runs, tmp_path):

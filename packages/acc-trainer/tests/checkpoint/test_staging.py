@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from acc_bigmodel import open_store
 from acc_ops.fake_accelerator import FakeAcceleratorUnavailable, fake_accelerator
+from acc_ops.parting import destroy_group
 from acc_ops.testing import count_calls
-from acc_ops.world import destroy_group
 from acc_plugins.states.part import TorchFilePart, WeightsPart
 from acc_trainer.checkpoint.staging import ImagePart, Staging
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from acc_bigmodel import open_store
 from acc_ops.testing import run_threads
 from acc_ops.world import current_world
 from acc_plugins.states.part import TorchFilePart
@@ -58,7 +59,7 @@ def test_the_manifest_says_what_was_saved(runs, tmp_path):
 
 def test_every_rank_writes_its_own_part_and_all_get_the_same_folder(runs, tmp_path):
     folders = run_threads(3, lambda: save_state(runs.build(), tmp_path / "c"))
-    assert folders == [str(tmp_path / "c")] * 3
+    assert folders == [tmp_path / "c"] * 3
     assert {f"random_states_{r}.pkl" for r in range(3)} | {f"progress_{r}.bin" for r in range(3)} < set(
         os.listdir(folders[0])
     )
@@ -83,6 +84,41 @@ def test_a_save_that_fails_on_one_rank_raises_on_all_and_leaves_the_old_checkpoi
 
     assert run_threads(2, rank) == [True, True]
     assert os.listdir(tmp_path) == ["c"]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_whose_disk_fails_still_takes_part_in_what_the_ranks_gather_after_that(
+    runs, tmp_path, monkeypatch, failing
+):
+    """Else the others would wait for it there, and it for them."""
+    real, asked = TorchFilePart.write, []
+
+    def refuses_the_optimizer(part, folder, group=None):
+        if part.name == "optimizer" and current_world().rank == failing:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(part, folder, group)
+
+    def rank():
+        run = runs.build()
+        thing = run._custom_objects[0]
+        plain = thing.state_dict
+
+        def gathered():
+            asked.append(current_world().rank)
+            current_world().comm.barrier()
+            return plain()
+
+        thing.state_dict = gathered
+        part = TorchFilePart(name="optimizer", state={})  # one on every rank, as where optimizers are sharded
+        run.strategy.optimizer_part = lambda *_: part
+        with pytest.raises((OSError, CheckpointError), match="No space left on device"):
+            save_state(run, tmp_path / "c")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TorchFilePart, "write", refuses_the_optimizer)
+        run_threads(2, rank, timeout_s=20)
+    assert sorted(asked) == [0, 1]
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EIO, errno.ENOSPC, errno.ESTALE])
@@ -154,7 +190,7 @@ def test_with_a_limit_of_one_a_failed_save_leaves_the_old_one(runs, tmp_path):
     assert os.listdir(tmp_path / "checkpoints") == ["checkpoint_0"]
     assert is_whole(tmp_path / "checkpoints" / "checkpoint_0")
     run._custom_objects[0].fail = None
-    assert save_state(run).endswith("checkpoint_1")
+    assert save_state(run).name == "checkpoint_1"
     assert os.listdir(tmp_path / "checkpoints") == ["checkpoint_1"]
 
 
@@ -271,7 +307,7 @@ def test_a_linked_checkpoint_is_pruned_as_a_link_and_saving_goes_on(runs, tmp_pa
 def test_a_linked_folder_keeps_its_link(runs, tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
-    assert save_state(runs.build(), tmp_path / "link") == str(tmp_path / "link")
+    assert save_state(runs.build(), tmp_path / "link") == tmp_path / "link"
     assert (tmp_path / "link").is_symlink()
     assert is_whole(tmp_path / "real")
 
@@ -308,3 +344,31 @@ def test_one_registered_object_can_be_written_alone(runs, tmp_path):
     other.value = 50
     load_custom_state(other, tmp_path, index=2)
     assert other.value == run._custom_objects[0].value
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_hooks_leave_is_written_whosever_it_is(runs, tmp_path, ranks):
+    def pop_and_replace(models, weights, folder):
+        weights.pop()
+        weights[0] = {"a": torch.ones(1)}
+
+    def add(models, weights, folder):
+        weights.append({"more": torch.ones(2)})
+
+    def rank():
+        names = []
+        for number, hook in enumerate((pop_and_replace, add)):
+            run = runs.build(models=2)
+            run._save_model_state_pre_hook["one"] = hook if run.world.is_main else lambda *_: None
+            folder = save_state(run, tmp_path / str(number))
+            names.append({file.name: set(open_store(file)) for file in folder.glob("model*")})
+        return names
+
+    own = {"weight", "bias"}
+    for replaced, added in run_threads(ranks, rank):
+        assert replaced == {"model.safetensors": {"a"}}
+        assert added == {
+            "model.safetensors": own,
+            "model_1.safetensors": own,
+            "model_2.safetensors": {"more"},
+        }

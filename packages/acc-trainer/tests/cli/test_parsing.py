@@ -1,4 +1,4 @@
-"""Both spellings of an option, and the names of what was said."""
+"""Both spellings of an option, the names of what was said, and how a command ends."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from acc_trainer.cli.parsing import CustomArgumentParser, parser_for
+from acc_trainer.cli.parsing import CustomArgumentParser, parser_for, run_command
 
 
 @pytest.fixture
@@ -46,3 +46,22 @@ def test_a_command_of_a_larger_program_behaves_the_same() -> None:
     }
     assert "Go away." in program.format_help()
     assert vars(program.parse_args(["stay", "--far_away", "1"])) == {"far_away": "1"}
+
+
+def test_a_command_tells_by_its_exit_code_how_it_ended(capsys):
+    parser = CustomArgumentParser(prog="acc try")
+    parser.add_argument("--error")
+
+    def command(args):
+        if args.error == "disk":
+            raise OSError("it is full")
+        raise ValueError(args.error)
+
+    assert run_command(parser, ["--other"], command, OSError) == 2
+    assert run_command(parser, ["--help"], command, OSError) == 0
+    assert run_command(parser, [], lambda _: None) == 0
+    assert "acc try: it is full" not in capsys.readouterr().err
+    assert run_command(parser, ["--error", "disk"], command, OSError) == 1
+    assert capsys.readouterr().err == "acc try: it is full\n"
+    with pytest.raises(ValueError, match="mine"):
+        run_command(parser, ["--error", "mine"], command, OSError)

@@ -487,3 +487,25 @@ def test_wrong_arguments_are_refused_with_the_remedy():
         prepare_data_loader(DataLoader(range(4), 3), num_processes=2, process_index=5)
     with pytest.raises(TypeError, match="DataLoader is needed, got list"):
         prepare_data_loader([1])
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("kind", ["shard", "dispatch", "stream"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_length_of_a_loader_without_its_first_batches_is_that_of_what_is_left(kind, ranks, split):
+    class Sized(Stream):
+        def __len__(self):
+            return self.size
+
+    def work():
+        loader = DataLoader(Sized(40) if kind == "stream" else range(40), 4)
+        options = {"put_on_device": kind == "dispatch", "dispatch_batches": kind == "dispatch"}
+        made = prepared(loader, split_batches=split, **options)
+        whole = len(made)
+        for count in (0, 2, 100):
+            rest = skip_first_batches(made, count)
+            assert len(rest) == max(0, whole - count) == sum(1 for _ in rest)
+            assert len(made) == whole
+        return True
+
+    assert run_threads(ranks, work) == [True] * ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 
 import pytest
@@ -209,26 +210,9 @@ def test_a_data_set_that_shares_its_epoch_is_heard_by_workers_that_stay(caplog):
     assert "do not hear" not in caplog.text
 
 
-class Mesh:
-    """The part of a DeviceMesh that is asked: two groups of data, each of two ranks that share it."""
-
-    mesh_dim_names = ("dp_replicate", "tp")
-    mesh = torch.arange(4).reshape(2, 2)
-
-    def __getitem__(self, name):
-        return self
-
-    def size(self):
-        return 2
-
-    def get_local_rank(self, name):
-        rank = current_world().rank
-        return rank // 2 if name.startswith("dp") else rank % 2
-
-
-def test_ranks_that_split_the_model_get_the_same_data_in_the_same_order():
+def test_ranks_that_split_the_model_get_the_same_data_in_the_same_order(mesh):
     def work():
-        return rows(prepare_data_loader(DataLoader(range(8), 2, shuffle=True), torch_device_mesh=Mesh()))
+        return rows(prepare_data_loader(DataLoader(range(8), 2, shuffle=True), torch_device_mesh=mesh))
 
     one, two, three, four = run_threads(4, work)
     assert one == two
@@ -239,16 +223,16 @@ def test_ranks_that_split_the_model_get_the_same_data_in_the_same_order():
 
     def unseeded():
         torch.manual_seed(current_world().rank)
-        mesh = Mesh()
-        mesh.mesh_dim_names = ("tp", "cp")
-        return rows(prepare_data_loader(DataLoader(range(8), 2, shuffle=True), torch_device_mesh=mesh))
+        other = copy.copy(mesh)
+        other.mesh_dim_names = ("tp", "cp")
+        return rows(prepare_data_loader(DataLoader(range(8), 2, shuffle=True), torch_device_mesh=other))
 
     first, *others = run_threads(4, unseeded)
     assert others == [first] * 3
 
 
 @pytest.mark.parametrize("split", [True, False])
-def test_rank_0_reads_for_ranks_that_share_their_samples(split):
+def test_rank_0_reads_for_ranks_that_share_their_samples(split, mesh):
     def work():
         made = prepare_data_loader(
             DataLoader(range(7), 4 if split else 2),
@@ -256,7 +240,7 @@ def test_rank_0_reads_for_ranks_that_share_their_samples(split):
             put_on_device=True,
             dispatch_batches=True,
             split_batches=split,
-            torch_device_mesh=Mesh(),
+            torch_device_mesh=mesh,
         )
         seen = [(batch.tolist(), made.position.real, made.position.padding) for batch in made]
         return seen, len(made)
@@ -281,10 +265,10 @@ class Shards(IterableDataset):
         return (number for shard in self.shards for number in shard)
 
 
-def test_shards_of_a_stream_are_shared_and_their_ends_are_told_by_share():
+def test_shards_of_a_stream_are_shared_and_their_ends_are_told_by_share(mesh):
     def work():
         made = prepare_data_loader(
-            DataLoader(Shards([1, 2, 3], [4]), 2), dispatch_batches=False, torch_device_mesh=Mesh()
+            DataLoader(Shards([1, 2, 3], [4]), 2), dispatch_batches=False, torch_device_mesh=mesh
         )
         return [(batch.tolist(), made.position.real, made.position.padding) for batch in made]
 

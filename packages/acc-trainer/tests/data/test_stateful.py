@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from acc_ops.random import capture_rng, restore_rng, set_seed
 from acc_ops.testing import run_threads
 from acc_trainer.data.loader import DataLoaderShard
 from acc_trainer.data.prepare import prepare_data_loader, rest_of_epoch
@@ -165,6 +166,35 @@ def test_a_dispatched_tail_is_filled_from_the_beginning_of_the_epoch_after_a_res
         return got[-1]
 
     assert run_threads(2, work)[1][-1] in (0, 1)
+
+
+@pytest.mark.skipif(not has_torchdata, reason="needs torchdata")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("done", [1, 6, 7, 12])
+@pytest.mark.parametrize("data", [list(range(12)), Stream()])
+def test_workers_that_stay_draw_what_they_would_have_drawn(data, done):
+    def make(seed):
+        set_seed(seed)
+        shuffle = None if isinstance(data, Stream) else True
+        loader = DataLoader(data, 2, shuffle=shuffle, num_workers=1, persistent_workers=True)
+        made = prepare_data_loader(loader, use_stateful_dataloader=True)
+        made._grad_sync = GradSync()
+        return made
+
+    def passes(made, number):
+        for _ in range(number):
+            for batch in made:
+                yield batch.tolist(), torch.rand(1).item()
+
+    made, wanted = make(1), []
+    for step in passes(made, 3):
+        wanted.append(step)
+        if len(wanted) == done:
+            state, drawn = made.position.state_dict(), capture_rng()
+    again = make(2)
+    again.position.load_state_dict(state)
+    restore_rng(drawn)
+    assert list(passes(again, 3 - done // 6)) == wanted[done:]
 
 
 @pytest.mark.skipif(not has_torchdata, reason="needs torchdata")

@@ -16,9 +16,10 @@ import sys
 from pathlib import Path
 
 from acc_ops.callers import warn_caller
+from acc_plugins.states.whole import is_foreign
 
 from .layout import MANIFEST, OURS, CheckpointError, number_of, parked_of, removing_of, staging_of
-from .manifest import Manifest, added_to, is_foreign, read_manifest
+from .manifest import Manifest, added_to, read_manifest
 
 _CANNOT_EXCHANGE = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 

@@ -1,19 +1,24 @@
 """What a checkpoint of a run consists of: its objects by kind and name, and which of them are those of a saved run.
 
 [Note: how objects find each other] First by the names that the script gave (`name_for_checkpoints`, `register_for_checkpointing(ema=ema)`); what has
-none goes by its place, in the order of `prepare`, with a check: the classes, and for models the names and shapes of their weights, for
-optimizers the shapes of what they train, must not be those of the saved run in another order. Two objects of one class and the same shapes
-that change places cannot be told apart. Files are called by the place in the run that saved them: `model`, `model_1`.
+none goes by its place, in the order of `prepare`, with a check. An optimizer, a scheduler or a registered object must be of the class that was saved
+in its place (its last name: modules are moved), a loader's data a stream or not, as they were. And nothing may be in another place than it was: what
+is looked at is the class, for models the names and shapes of their weights, for optimizers the shapes of what they train, for schedulers which
+optimizer they have, for loaders the class and number of samples of the data. Two objects that are alike in that cannot be told apart. A manifest
+that says less (an older one) is compared in what it says. Files are called by the place in the run that saved them: `model`, `model_1`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from acc_ops.unwrap import extract_model_from_parallel
 from acc_ops.world import World
 
 from .layout import CheckpointError, class_name, numbered
@@ -26,6 +31,8 @@ KINDS = {
     "custom": "custom",
 }
 _SHELVES = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects")  # in the same order
+_TOLD_APART_BY = ("class", "shapes", "of", "data", "samples")  # of what a manifest tells
+_OF_ONE_CLASS = ("optimizers", "schedulers", "custom")  # a state of another class is none for these
 _INSIDE = {"optimizers": "optimizer", "schedulers": "scheduler"}  # the user's own object in a wrapper of ours
 
 
@@ -57,6 +64,7 @@ class Item(NamedTuple):
     thing: Any
     own: Any  # the user's own object in it
     given: str | None
+    of: str | None = None  # the optimizer of a scheduler
 
     @property
     def name(self) -> str:
@@ -65,7 +73,14 @@ class Item(NamedTuple):
 
     def described(self) -> dict[str, Any]:
         """As the manifest tells of it."""
-        told = {"name": self.name, "class": self.kind_of, "given": self.given, "shapes": self.shapes()}
+        told = {
+            "name": self.name,
+            "class": self.kind_of,
+            "given": self.given,
+            "shapes": self.shapes(),
+            "of": self.of,
+        }
+        told.update(self._data())
         return {key: value for key, value in told.items() if value is not None}
 
     def shapes(self) -> str | None:
@@ -78,9 +93,12 @@ class Item(NamedTuple):
             return _digest([tuple(p.shape) for p in group["params"]] for group in groups)
         return None
 
-    def told(self, shapes: str | None = None) -> str:
-        """As an error tells of it."""
-        return _told({"class": self.kind_of, "given": self.given, "shapes": shapes})
+    def _data(self) -> dict[str, Any]:
+        """The class and the number of samples of a loader's data; no number for a stream."""
+        dataset = getattr(self.own, "dataset", None) if self.kind == "loaders" else None
+        if dataset is None:
+            return {}
+        return {"data": type(dataset).__qualname__, "samples": _number_of_samples(dataset)}
 
 
 class Contents(NamedTuple):
@@ -110,14 +128,18 @@ class Contents(NamedTuple):
 def collect(run: Run) -> Contents:
     """The objects of `run`, as they would be saved."""
     names = getattr(run, "_checkpoint_names", None) or Names()
-    own: dict[str, Callable[[Any], Any]] = {"models": run.strategy.unwrap}
     items: dict[str, list[Item]] = {}
     for kind, shelf in zip(KINDS, _SHELVES, strict=True):
-        inner = own.get(kind, _inside(kind))
+        things = [(thing, _own(kind, thing, run)) for thing in getattr(run, shelf)]
         items[kind] = [
-            Item(kind, place, class_name(inner(thing)), thing, inner(thing), names.of(thing))
-            for place, thing in enumerate(getattr(run, shelf))
+            Item(kind, place, class_name(own), thing, own, names.of(thing))
+            for place, (thing, own) in enumerate(things)
         ]
+    called = {id(item.own): item.given or item.name for item in items["optimizers"]}
+    items["schedulers"] = [
+        item._replace(of=called.get(id(_own("optimizers", getattr(item.own, "optimizer", None), run))))
+        for item in items["schedulers"]
+    ]
     return Contents(**items)
 
 
@@ -171,7 +193,7 @@ def give_names(run: Any, named: Mapping[str, Any]) -> None:
 def matched(contents: Contents, saved: Mapping[str, list[dict[str, Any]]], folder: object) -> Contents:
     """The objects of the run, each at the place that it has in the checkpoint.
 
-    CheckpointError, listing both, when the run has other objects than the checkpoint, or the same in another order without names.
+    CheckpointError, listing both, when the run has other objects than the checkpoint, or the same in another order without names (see the note).
     """
     return Contents(
         **{
@@ -191,42 +213,90 @@ def _placed(kind: str, items: list[Item], saved: list[dict[str, Any]], folder: o
     places = {at: by_name[item.given] for at, item in enumerate(items) if item.given in by_name}
     ours = [at for at in range(len(items)) if at not in places]
     theirs = [place for place in range(len(saved)) if place not in places.values()]
-    shapes = {at: items[at].shapes() for at in ours}
+    told = [item.described() for item in items]
 
     def refuse(why: str) -> CheckpointError:
         return CheckpointError(
             f"the {kind} of this run are not those of the checkpoint {folder}{why}: it holds {[_told(one) for one in saved]}, "
-            f"this run has {[item.told(shapes.get(at)) for at, item in enumerate(items)]}; prepare and register the same objects in the "
-            "same order, or give them names (name_for_checkpoints) before they are saved"
+            f"this run has {[_told(one) for one in told]}; prepare and register the same objects in the same order, or give them names "
+            "(name_for_checkpoints) before they are saved: what has a name takes the state of that name, whatever its class. A single state can be "
+            "loaded by hand, from its file"
         )
 
     strangers = [items[at].given for at in ours if items[at].given and by_name]
     if len(ours) != len(theirs) or strangers:
         raise refuse(f", which knows no {strangers[0]!r}" if strangers else "")
-    if kind != "loaders":
-        classes = [items[at].kind_of for at in ours]
-        exact = [(kind_of, shapes[at]) for at, kind_of in zip(ours, classes, strict=True)]
-        saved_exact = [(saved[place]["class"], saved[place].get("shapes")) for place in theirs]
-        for mine, others in ((classes, [kind_of for kind_of, _ in saved_exact]), (exact, saved_exact)):
-            if mine != others and Counter(mine) == Counter(others):
-                raise refuse(" in the same order")
+    _check_places(kind, [told[at] for at in ours], [saved[place] for place in theirs], refuse)
     places.update(zip(ours, theirs, strict=True))
     return [item._replace(place=places[at]) for at, item in enumerate(items)]
 
 
-def _inside(kind: str) -> Callable[[Any], Any]:
-    attribute = _INSIDE.get(kind, "")
-    return lambda thing: getattr(thing, attribute, thing) if attribute else thing
+def _check_places(
+    kind: str,
+    mine: list[dict[str, Any]],
+    saved: list[dict[str, Any]],
+    refuse: Callable[[str], CheckpointError],
+) -> None:
+    """Raise what `refuse` makes for an object of another class than the saved one in its place, and for one that was in another place."""
+    known = [
+        key
+        for key in _TOLD_APART_BY
+        if any(key in one for one in saved) and (kind, key) != ("loaders", "class")
+    ]
+    here, there = ([_facts(one, known) for one in entries] for entries in (mine, saved))
+    for at, facts in enumerate(here):  # also where only some have moved, and the others are new
+        if any(facts == other != here[place] and there[at] != facts for place, other in enumerate(there)):
+            raise refuse(" in the same order")
+    for one, other in zip(mine, saved, strict=True):
+        if kind in _OF_ONE_CLASS and _last(one["class"]) != _last(other["class"]):
+            raise refuse(
+                f", which holds the state of a {_last(other['class'])} where this run has a {_last(one['class'])}"
+            )
+        if (
+            kind == "loaders"
+            and "data" in other
+            and "data" in one
+            and ("samples" in one) != ("samples" in other)
+        ):
+            raise refuse(": where one has a stream, the other has samples that can be counted")
+
+
+def _facts(entry: Mapping[str, Any], keys: Iterable[str]) -> tuple[Any, ...]:
+    return tuple(_last(entry[key]) if key == "class" else entry.get(key) for key in keys)
+
+
+def _last(kind_of: str) -> str:
+    """The class's own name: modules, and functions that classes are made in, may have been renamed."""
+    return kind_of.rpartition(".")[2]
+
+
+def _own(kind: str, thing: Any, run: Run) -> Any:
+    """The user's own object, out of a wrapper of ours, of torch or of torch.compile."""
+    if kind == "models":
+        return run.strategy.unwrap(thing)
+    if isinstance(thing, nn.Module):
+        return extract_model_from_parallel(thing, keep_torch_compile=False)
+    return getattr(thing, _INSIDE[kind], thing) if kind in _INSIDE else thing
+
+
+def _number_of_samples(dataset: Any) -> int | None:
+    if isinstance(dataset, IterableDataset):
+        return None
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def _told(entry: Mapping[str, Any]) -> str:
     given, shapes = entry.get("given"), entry.get("shapes")
     name = entry["class"] if given is None else f"{given}={entry['class']}"
-    return name if shapes is None else f"{name} (shapes {shapes[:6]})"
+    details = [f"shapes {shapes[:6]}"] if shapes is not None else []
+    details += [f"of {entry['of']}"] if "of" in entry else []
+    details += [f"{entry.get('samples', 'a stream')} of {entry['data']}"] if "data" in entry else []
+    return f"{name} ({', '.join(details)})" if details else name
 
 
 def _digest(parts: Iterable[Any]) -> str:
-    made = hashlib.blake2b(digest_size=8)
-    for part in parts:
-        made.update(repr(part).encode())
-    return made.hexdigest()
+    text = "".join(map(repr, parts)).replace("_orig_mod.", "")  # torch.compile's, which is no part of a name
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

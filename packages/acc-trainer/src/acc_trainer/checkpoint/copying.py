@@ -17,29 +17,32 @@ from torch import Tensor
 
 _TORCH_SPLITS = 32_768  # elements from which torch divides a copy among its threads
 _LEAST_BYTES = 4 << 20  # of one piece of work
-_PIECES = 8  # for each thread
+_PIECES = 8  # of what is large, for each thread
 
 Work = Callable[[], object]
 Pairs = list[tuple[Tensor, Tensor]]
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy, with as many threads as torch has, and wait until it is done; devices copy at the same time."""
+    """Copy into memory of the CPU, with as many threads as torch has, and wait until it is done; devices copy at the same time."""
     large: Pairs = []
     small: Pairs = []
     others: Pairs = []
-    for pair in zip(targets, sources, strict=True):
-        if any(tensor.device.type != "cpu" for tensor in pair):
+    for pair in zip(
+        targets, sources, strict=True
+    ):  # of a model with many tensors this loop is what a copy costs
+        target, source = pair
+        if not source.is_cpu:
             others.append(pair)
-        elif pair[1].numel() < _TORCH_SPLITS:
+        elif source.numel() < _TORCH_SPLITS:
             small.append(pair)
         else:
-            (large if _same_bytes(*pair) else others).append(pair)
+            (large if _same_bytes(target, source) else others).append(pair)
     with torch.no_grad():
         _copy(others)
     threads = max(1, torch.get_num_threads())
-    least = max(_LEAST_BYTES, sum(source.nbytes for _, source in large + small) // (threads * _PIECES))
-    _share_out(deque([*_pieces(large, least), *_batches(small, least)]), threads)
+    least = max(_LEAST_BYTES, sum(source.nbytes for _, source in large) // (threads * _PIECES))
+    _share_out(deque([*_pieces(large, least), *_batches(small)]), threads)
     for device in {source.device for _, source in others}:
         if device.type != "cpu":
             torch.get_device_module(device).synchronize(device)
@@ -65,17 +68,13 @@ def _pieces(pairs: Pairs, nbytes: int) -> Iterator[Work]:
             yield partial(ctypes.memmove, to + at, of + at, size)  # outside of Python's lock
 
 
-def _batches(pairs: Pairs, nbytes: int) -> Iterator[Work]:
-    batch: Pairs = []
-    size = 0
-    for pair in pairs:
-        batch.append(pair)
-        size += pair[1].nbytes
-        if size >= nbytes:
-            yield partial(_copy, batch)
-            batch, size = [], 0
-    if batch:
-        yield partial(_copy, batch)
+def _batches(pairs: Pairs) -> Iterator[Work]:
+    begin = size = 0
+    for end, (_, source) in enumerate(pairs, 1):
+        size += source.nbytes
+        if size >= _LEAST_BYTES or end == len(pairs):
+            yield partial(_copy, pairs[begin:end])
+            begin, size = end, 0
 
 
 def _share_out(work: deque[Work], threads: int) -> None:

@@ -77,6 +77,8 @@ def check_gradients(run: Run, contents: Contents, saved: Gradients, path: Path) 
 def give_gradients(run: Run, contents: Contents, saved: Gradients | None) -> None:
     """Every place gets its saved gradient, or nothing."""
     gradients = {} if saved is None else saved["gradients"]
+    for item in contents.models:
+        run.strategy.note_held(item.thing, saved is not None)
     for owner, name, place in _places(run, contents, {}):
         place.give(gradients.get(owner, {}).get(name))
 

@@ -6,7 +6,10 @@ import re
 from pathlib import Path
 from typing import Any, Protocol
 
-MANIFEST = "manifest.json"
+from acc_plugins.states.whole import MANIFEST as MANIFEST
+from acc_plugins.states.whole import CheckpointError as CheckpointError
+from acc_plugins.states.whole import DoesNotFitError as DoesNotFitError
+
 SCALER = "scaler.pt"
 FOLDER = "checkpoints"  # of automatic naming, inside the project's folder
 _AUTOMATIC = re.compile(r"checkpoint_(0|[1-9][0-9]{0,17})")
@@ -15,10 +18,6 @@ OURS = re.compile(
     r"|scaler\.pt|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl|(progress|gradients)_\d+\.bin"
     r"|pytorch_model_fsdp(_\d+)?(_rank\d+)?\.bin|(pytorch_model_fsdp|optimizer)_\d+/.+"
 )  # the files that a checkpoint consists of
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or read; the message names the folder, the file and what is wrong with it."""
 
 
 class NotWholeError(CheckpointError):

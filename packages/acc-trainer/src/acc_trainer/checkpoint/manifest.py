@@ -130,22 +130,6 @@ def _text_of(path: Path) -> bytes | None:
     return text
 
 
-def is_foreign(folder: str | os.PathLike[str]) -> bool:
-    """Whether the folder holds a manifest.json that no checkpoint wrote, a web application's for instance."""
-    path = Path(folder, MANIFEST)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except (OSError, ValueError):
-        return True
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):  # the half of one of ours that a power loss left begins as ours do
-        return not Manifest().to_text().startswith(text[:13])
-    return not (isinstance(content, dict) and {"format", "world_size", "files"} <= content.keys())
-
-
 def files_of(folder: Path, known: Mapping[str, dict[str, int]] | None = None) -> dict[str, dict[str, int]]:
     """Sizes and checksums of all files below `folder`, by relative path, the manifest left out.
 
@@ -222,14 +206,6 @@ def added_to(folder: str | os.PathLike[str], manifest: Manifest) -> list[str]:
         raise _unreadable(home, error) from error
     names.sort()
     return [name for name in names if OURS.fullmatch(name) and name not in manifest.files]
-
-
-def check_no_checkpoint(folder: str | os.PathLike[str], doing: str) -> None:
-    """CheckpointError when `folder` is a checkpoint of ours: `doing` (writing weights) would make another one of it than its manifest says."""
-    if os.path.lexists(Path(folder, MANIFEST)) and not is_foreign(folder):
-        raise CheckpointError(
-            f"{os.fspath(folder)} is a checkpoint of save_state, {doing} would spoil it: name another folder, one inside it for instance"
-        )
 
 
 def check_bytes(folder: str | os.PathLike[str], manifest: Manifest, part: int = 0, parts: int = 1) -> None:

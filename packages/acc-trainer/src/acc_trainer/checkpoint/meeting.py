@@ -8,6 +8,7 @@ their `Comm` bounds every wait and compares the calls.
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import time
 import uuid
@@ -32,14 +33,16 @@ _GAVE_UP = 1 << 40  # added to a count by the rank that waits no longer
 _AS_LONG_AS_FILES_TAKE = timedelta(days=7)  # a rank that died is noticed at once
 
 _NAMES: WeakKeyDictionary[Comm, str] = WeakKeyDictionary()  # of the worlds made by `apart`
+_STORES: WeakKeyDictionary[Any, dist.HashStore] = WeakKeyDictionary()  # of ranks that are threads
 _MEETINGS: WeakValueDictionary[str, Meeting] = WeakValueDictionary()
 
 
-def meet(world: World, call: str, wait_s: float | None = None) -> None:
+def meet(world: World, call: str, wait_s: float | None = None, *, takes_wait_s: bool = True) -> None:
     """Return when every rank makes `call` (`save_state`); CheckpointError, naming them, for ranks that do not come.
 
     Rank 0 waits `wait_s` seconds (a minute by default) for the others. The others wait for rank 0 alone, and half an hour:
-    it may be evaluating by itself. Who waits says so on stderr after ten seconds. ValueError for a `wait_s` that is no time.
+    it may be evaluating by itself. Who waits says so on stderr after ten seconds. ValueError for a `wait_s` that is no time. `takes_wait_s`: so does
+    the call of the script.
     """
     if wait_s is not None and not (isinstance(wait_s, (int, float)) and wait_s >= 0):
         raise ValueError(f"{call}: wait_s must be a number of seconds of at least 0, got {wait_s!r}")
@@ -63,10 +66,53 @@ def meet(world: World, call: str, wait_s: float | None = None) -> None:
     late = wait_until_none(absent, say, SAY_AFTER_S, limit_s)
     if late:
         store.add(mine, -1)
+        longer = f", or give slow ranks more time: {call}(..., wait_s={10 * limit_s:g})"
+        more_time = longer if takes_wait_s else ""
         raise CheckpointError(
             f"{call} must be called on every rank; {_named(late)} did not come within {limit_s:g} s: drop the "
-            f"`if is_main_process` (or other condition) around it, or give slow ranks more time: {call}(..., wait_s={10 * limit_s:g})"
+            f"`if is_main_process` (or other condition) around it{more_time}"
         )
+
+
+def led(world: World, call: str, about: str, leader: int, work: Callable[[], None]) -> None:
+    """`work()` on the rank `leader`, which waits for nobody and may be the only one that calls; the others return when it has done the work.
+
+    What fails there raises there, and as CheckpointError on the ranks that wait for it: half an hour, and with a word on stderr after ten seconds. Calls
+    are counted for each text `about`, so that one which the leader made alone is not taken for another.
+    """
+    store = store_of(world) or _store_of_threads(world)
+    digest = hashlib.sha256(about.encode()).hexdigest()[:16]
+    said = f"{_prefix(world)}/{call}/{digest}/{leader}"
+    outcome = f"{said}/{store.add(f'{said}/calls/{world.rank}', 1)}"
+    if world.rank == leader:
+        told = "the process was ended"
+        try:
+            work()
+            told = ""
+        except BaseException as error:
+            told = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            store.set(outcome, f"-{told}")  # a store knows no empty text
+        return
+
+    def say(ranks: list[int]) -> None:
+        print(
+            f"acc: rank {world.rank} waits for {_named(ranks)} in {call} ({about})",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def absent() -> list[int]:
+        return [] if store.check([outcome]) else [leader]
+
+    if wait_until_none(absent, say, SAY_AFTER_S, RANK_0_S):
+        raise CheckpointError(
+            f"{call}: rank {leader}, which writes, did not come within {RANK_0_S:g} s ({about})"
+        )
+    told = store.get(outcome).decode()[1:]
+    if told:
+        raise CheckpointError(f"rank {leader} failed in {call} ({about}): {told}")
 
 
 def leave_block(world: World, complain: Callable[[], None] | None = None) -> bool:
@@ -113,6 +159,12 @@ def wait_until_none(
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.05)
     return []
+
+
+def _store_of_threads(world: World) -> Any:
+    """A store for ranks that are threads, or for a single one."""
+    meeting = world.comm.meeting if isinstance(world.comm, ThreadComm) else world.comm
+    return _STORES.setdefault(meeting, dist.HashStore())
 
 
 def store_of(world: World) -> Any | None:

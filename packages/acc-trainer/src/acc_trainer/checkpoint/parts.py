@@ -14,10 +14,10 @@ from acc_plugins.states.part import Part, TorchFilePart
 from acc_trainer.__about__ import __version__
 
 from . import layout
+from .compared import check_steps
 from .contents import Contents, Run
 from .generators import states_to_save
 from .gradients import gradients_of, window_is_open
-from .layout import CheckpointError
 from .manifest import Manifest
 from .progress import progress_of
 from .samplers import sampler_state
@@ -27,23 +27,38 @@ from .together import together
 def states_left(run: Run, folder: Path) -> tuple[list[Any], list[int]]:
     """The weights of every model, and which models are still to be written after the hooks.
 
-    A hook may write into `folder`, where the checkpoint is staged, and take weights out of its list.
+    A hook may write into `folder`, where the checkpoint is staged, take weights out of its list, and put others in.
     """
     with together(run.world, "collecting the weights"):
         states = [run.strategy.state_for_hooks(model) for model in run._models]
         weights = list(states)
         for hook in list(run._save_model_state_pre_hook.values()):
             hook(list(run._models), weights, str(folder))  # a copy: the run keeps its models
-        if len(weights) == len(states):
-            states, left = weights, list(range(len(states)))
-        else:
-            left = [index for index, state in enumerate(states) if any(state is kept for kept in weights)]
-            if len(left) != len(weights):
-                raise CheckpointError(
-                    "a hook before saving left weights in its list that are of none of the models"
-                )
+    if not run._save_model_state_pre_hook:
+        return states, list(range(len(states)))
+    left = _models_of(weights, states)
+    for index, state in zip(left, weights, strict=True):
+        states[index : index + 1] = [state]  # at the end where a hook has added it
     # hooks often act on the main process alone, and every rank must take part in the same writes
-    return states, run.world.comm.broadcast_object(left) if run._save_model_state_pre_hook else left
+    left = run.world.comm.broadcast_object(left)
+    return states + [{}] * (max(left, default=-1) + 1 - len(states)), left
+
+
+def _models_of(weights: list[Any], states: list[Any]) -> list[int]:
+    """For everything that hooks have left in their list the place of its model.
+
+    A state of the run's own keeps its model; those that a hook has put there are of the models that are left, one after the other, or else of none, and
+    come behind all models.
+    """
+    own = [next((at for at, state in enumerate(states) if state is kept), None) for kept in weights]
+    free = [at for at in range(len(states)) if at not in own]
+    behind = iter(range(len(states), len(states) + len(weights)))
+    left: list[int] = []
+    for at in own:
+        if at is None:
+            at = free.pop(0) if free else next(behind)
+        left.append(at)
+    return left
 
 
 def parts_of(
@@ -54,12 +69,16 @@ def parts_of(
     Every rank asks for every state, since strategies and objects may gather it from all; who `leads` a disk writes what is there once.
     """
     states, left = weights
+    progress = progress_of(run, contents)  # the ranks speak about it: before any of them may fail in writing
+    check_steps(run.world, progress)
     for index, position in enumerate(left):
         name = layout.numbered("model", index)
-        yield from _wanted(run.strategy.model_part(run._models[position], states[position], name, safe))
+        model = (
+            run._models[position] if position < len(run._models) else None
+        )  # a state that a hook has added
+        yield from _wanted(run.strategy.model_part(model, states[position], name, safe))
     for item in contents.optimizers:
         yield from _wanted(run.strategy.optimizer_part(item.thing, item.name))
-    progress = progress_of(run, contents)
     positions, window = progress["positions"], progress["grad_sync"]
     shared: list[tuple[str, Any]] = [
         *((layout.scheduler_file(i), item.thing.state_dict()) for i, item in enumerate(contents.schedulers)),

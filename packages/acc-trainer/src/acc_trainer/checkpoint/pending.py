@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from . import layout
 from .contents import Contents, Item, Run
 from .generators import restore_generators
 from .gradients import LOST, Gradients, check_gradients, give_gradients, why_lost, window_is_open
-from .layout import CheckpointError
+from .layout import CheckpointError, DoesNotFitError
 from .manifest import Manifest
 from .progress import hand_out_progress, of_other_ranks, without_window
 from .samplers import give_sampler, keeps_sampler
@@ -42,8 +44,8 @@ class Pending:
     unlike: list[str] = field(default_factory=list)
 
 
-def check_files(contents: Contents, folder: Path, run: Run) -> None:
-    """Every file that will be read is there and can be read; for checkpoints without a manifest this is all there is to check."""
+def check_files(contents: Contents, folder: Path) -> None:
+    """Files of small things are there; for checkpoints without a manifest this is all there is to check."""
     present = len(list(folder.glob("custom_checkpoint_*.pkl")))
     if present != len(contents.custom):
         raise CheckpointError(
@@ -55,28 +57,42 @@ def check_files(contents: Contents, folder: Path, run: Run) -> None:
             raise CheckpointError(
                 f"the checkpoint {folder} is not whole: {layout.scheduler_file(item.place)} is missing"
             )
-    for item in contents.optimizers:
-        try:
-            run.strategy.check_optimizer(folder, item.name)
-        except FileNotFoundError as error:
-            raise CheckpointError(f"the checkpoint {folder} is not whole: {error}") from error
-        except (OSError, ValueError, RuntimeError, EOFError, KeyError) as error:
-            raise CheckpointError(
-                f"the checkpoint {folder} is not whole: the state of {item.name} cannot be read ({error})"
-            ) from error
 
 
-def check_weights(run: Run, models: Sequence[tuple[Any, str]], folder: Path) -> None:
-    """CheckpointError unless there are weights that can be read for every one of `models`, which come with the names of their weights."""
-    for _, name in models:
-        try:
-            run.strategy.check_model(folder, name)
-        except FileNotFoundError as error:
-            raise CheckpointError(f"the checkpoint {folder} is not whole: {error}") from error
-        except (OSError, ValueError, RuntimeError) as error:
-            raise CheckpointError(
-                f"the checkpoint {folder} is not whole: the weights of {name} cannot be read ({error})"
-            ) from error
+def open_optimizers(run: Run, contents: Contents, folder: Path, map_location: Any) -> list[Callable[[], Any]]:
+    """The calls that load the optimizers, whose states are there and fit them. CheckpointError otherwise."""
+    open_one = partial(run.strategy.open_optimizer, folder=str(folder), map_location=map_location)
+    return [
+        _opened(folder, f"the state of {item.name}", partial(open_one, item.thing, name=item.name))
+        for item in contents.optimizers
+    ]
+
+
+def open_weights(
+    run: Run, models: Sequence[tuple[Any, str]], folder: Path, map_location: Any, strict: bool
+) -> list[Callable[[], Any]]:
+    """The same for `models`, which come with the names of their weights."""
+    options = {"folder": str(folder), "map_location": map_location, "strict": strict}
+    open_one = partial(run.strategy.open_model, **options)
+    return [
+        _opened(folder, f"the weights of {name}", partial(open_one, model, name=name))
+        for model, name in models
+    ]
+
+
+def _opened(folder: Path, what: str, open_it: Callable[[], Callable[[], Any]]) -> Callable[[], Any]:
+    try:
+        return open_it()
+    except DoesNotFitError as error:
+        raise DoesNotFitError(
+            f"{what} in {folder}: not of this run, in which nothing was changed: {error}"
+        ) from error
+    except FileNotFoundError as error:
+        raise CheckpointError(f"the checkpoint {folder} is not whole: {error}") from error
+    except (OSError, ValueError, RuntimeError, EOFError, KeyError) as error:
+        raise CheckpointError(
+            f"the checkpoint {folder} is not whole: {what} cannot be read ({error})"
+        ) from error
 
 
 def read_pending(
@@ -104,7 +120,7 @@ def read_pending(
             unlike.append(f"{LOST}: {why}")
     world_size = None if manifest is None or manifest.world_size == run.world.size else manifest.world_size
     random = _random(run, folder, missing if world_size is None else [])
-    step = progress.get("step") if random is None else random.get("step", progress.get("step"))
+    step = _step(folder, progress, random or {}, run.world.rank if world_size is None else None)
     return Pending(
         folder=folder,
         schedulers=[_scheduler(item, folder, load_kwargs) for item in contents.schedulers],
@@ -165,15 +181,21 @@ def hand_out(run: Run, contents: Contents, pending: Pending) -> None:
         restore_generators(pending.random)
 
 
-def _give(item: Item, state: Any, file: Path) -> None:
-    """CheckpointError, naming the file, for whatever the object raises: the code is the user's, and what it refuses only it knows."""
+@contextmanager
+def giving(who: str, place: Path) -> Iterator[None]:
+    """Around what changes the run: CheckpointError for whatever an object raises there, since the code is the user's, and the run is a mixture."""
     try:
-        item.thing.load_state_dict(state)
+        yield
     except Exception as error:
         raise CheckpointError(
-            f"{item.kind_of} could not take its state from {file} ({type(error).__name__}: {error}). Weights and others are loaded by now, so "
-            "this run holds parts of two: load a checkpoint that fits before it goes on, or start it again"
+            f"{who} could not take its state from {place} ({type(error).__name__}: {error}). Others are loaded by now, so this run holds parts "
+            "of two: load a checkpoint that fits before it goes on, or start it again"
         ) from error
+
+
+def _give(item: Item, state: Any, file: Path) -> None:
+    with giving(item.kind_of, file):
+        item.thing.load_state_dict(state)
 
 
 def _check_keys(file: Path, state: Any, keys: Iterable[str]) -> None:
@@ -234,6 +256,17 @@ def _progress(
     progress, lost = of_other_ranks(progress)
     unlike += lost
     return progress
+
+
+def _step(folder: Path, progress: Mapping[str, Any], random: Mapping[str, Any], rank: int | None) -> Any:
+    """The step that this rank was at; None where no file tells. CheckpointError where the two files of `rank` (None: they are of two) differ."""
+    step, other = progress.get("step"), random.get("step")
+    if rank is not None and None not in (step, other) and step != other:
+        raise CheckpointError(
+            f"the checkpoint {folder} is a mixture of two: {layout.progress_file(rank)} is of step {step}, {layout.random_file(rank)} of step "
+            f"{other}"
+        )
+    return other if step is None else step
 
 
 def _random(run: Run, folder: Path, missing: list[str]) -> dict[str, Any] | None:

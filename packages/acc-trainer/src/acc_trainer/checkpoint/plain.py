@@ -91,17 +91,21 @@ def load_accelerator_state(
         )
     folder, strategy = Path(input_dir), _plain(current_world())
     options = dict(load_kwargs or {})
-    for index in range(len(models)):
-        strategy.check_model(folder, layout.numbered("model", index))
-    for index in range(len(optimizers)):
-        strategy.check_optimizer(folder, layout.numbered("optimizer", index))
+    loads = [
+        *(
+            strategy.open_model(model, folder, layout.numbered("model", index), device, strict)
+            for index, model in enumerate(models)
+        ),
+        *(
+            strategy.open_optimizer(optimizer, folder, layout.numbered("optimizer", index), device)
+            for index, optimizer in enumerate(optimizers)
+        ),
+    ]
     give = _small_ones(folder, schedulers, dataloaders, scaler, options)
     random = folder / layout.random_file(process_index)
     saved = read_random(random) if random.is_file() else {}
-    for index, model in enumerate(models):
-        strategy.load_model(model, folder, layout.numbered("model", index), device, strict)
-    for index, optimizer in enumerate(optimizers):
-        strategy.load_optimizer(optimizer, folder, layout.numbered("optimizer", index), device)
+    for load in loads:
+        load()
     for take, state in give:
         take(state)
     if saved:

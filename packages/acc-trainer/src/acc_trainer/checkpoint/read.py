@@ -7,18 +7,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from acc_ops.world import World
 
 from . import layout
 from .background import finish_save
 from .choose import candidates, first_unchanged
+from .compared import compared
 from .contents import Run, check_same_objects, collect, matched
 from .listing import CheckpointInfo
 from .meeting import meet
-from .pending import check_files, check_weights, hand_out, read_pending
+from .pending import check_files, giving, hand_out, open_optimizers, open_weights, read_pending
 from .replaced import again_while_replaced, unless_replaced
 from .rotate import next_number
-from .together import together
+from .together import agree, together
 from .torch_files import read_file
 
 
@@ -30,8 +33,8 @@ def load_state(
 ) -> None:
     """Load what `save_state` wrote: from `input_dir`, or from the newest whole automatically named folder.
 
-    Before anything is touched, every rank checks that the run has the same objects and that each file is there and can be read;
-    files have the sizes that were written. `checksums=True` compares their bytes too, each file once per machine (which takes three times
+    Before anything is touched, every rank checks that the run has the same objects, that each file is there and can be read, has the size that was
+    written, and that names, shapes and groups of all weights and optimizers fit. `checksums=True` compares their bytes too, each file once per machine (which takes three times
     as long as the loading itself).
     `load_kwargs` go to torch.load; `map_location` (None, "cpu", "on_device") and `strict` are taken from `kwargs`. A checkpoint without a
     manifest, as accelerate writes it, is loaded with a warning. What holds more than plain data and tensors is refused, unless
@@ -40,7 +43,8 @@ def load_state(
     Newest is the highest step, then the highest number. Where no folder was named and `checksums` find that bytes of the newest have changed,
     the one before it is loaded, and a warning says so. When another process saves into the folder meanwhile, the load begins again.
 
-    CheckpointError for a folder that is not whole, for other objects than those saved, when the disk does not answer, and when ranks
+    CheckpointError for a folder that is not whole, for other objects than those saved (for other weights and parameters one that is a ValueError,
+    too), when the disk does not answer, and when ranks
     disagree or do not come; ValueError when there is no folder; TypeError for other arguments. A failure on one rank raises on all.
     """
     finish_save(accelerator)
@@ -54,7 +58,7 @@ def load_state(
             raise TypeError(f"load_state does not know {', '.join(kwargs)}; known: {known}")
         if not isinstance(load_kwargs, (Mapping, type(None))):
             raise TypeError(f"load_kwargs must be a dict of arguments for torch.load, got {load_kwargs!r}")
-
+    agree(world, _told(load_kwargs, checksums, map_location, strict), "the arguments of load_state")
     again_while_replaced(
         lambda: _load(
             accelerator,
@@ -69,6 +73,19 @@ def load_state(
         with together(world, "counting the checkpoints"):
             following = next_number(layout.automatic_folder(project), project.iteration)
         project.iteration = max(world.comm.all_gather_object(following))
+
+
+def _told(
+    load_kwargs: Mapping[str, Any] | None, checksums: bool, map_location: Any, strict: bool
+) -> dict[str, Any]:
+    """The arguments of a load, for the ranks to compare: devices by their kind, since each has its own, and functions by their class."""
+    plain = (bool, int, str, type(None))
+    loading = {
+        name: value if isinstance(value, plain) else type(value).__name__
+        for name, value in sorted((load_kwargs or {}).items())
+    }
+    place = torch.device(map_location).type
+    return {"checksums": bool(checksums), "map_location": place, "strict": bool(strict), **loading}
 
 
 def _load(
@@ -95,19 +112,21 @@ def _load(
     with together(world, f"checking {folder}"), unless_replaced(taken):
         if taken.manifest is not None:
             contents = matched(contents, taken.manifest.objects, folder)
-        check_files(contents, folder, run)
+        check_files(contents, folder)
+        loads = open_optimizers(run, contents, folder, map_location)
         pending = read_pending(run, contents, folder, taken.manifest, load_kwargs)
+    pending = compared(world, pending, taken)
     models = list(run._models)
     with together(world, f"checking the weights in {folder}"), unless_replaced(taken):
         for hook in list(run._load_model_state_pre_hook.values()):
             hook(models, str(folder))  # may load models itself, and take them out of the list
         weights = contents.named_weights(models)
-        check_weights(run, weights, folder)
+        loads = [*open_weights(run, weights, folder, map_location, strict), *loads]
+    names = [*(name for _, name in weights), *(item.name for item in contents.optimizers)]
     with together(world, f"loading {folder}"), unless_replaced(taken):
-        for model, name in weights:
-            run.strategy.load_model(model, str(folder), name, map_location=map_location, strict=strict)
-        for item in contents.optimizers:
-            run.strategy.load_optimizer(item.thing, str(folder), item.name, map_location=map_location)
+        for name, load in zip(names, loads, strict=True):
+            with giving(name, folder):
+                load()
         hand_out(run, contents, pending)
 
 

@@ -223,33 +223,37 @@ class _Memory:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.sources: list[Tensor] = []
         self._leaves = [_leaves(tensor) for tensor in tensors]
-        self._place: dict[tuple[str, int], int] = {}  # of a leaf or of a storage, in `sources`
+        self._place_of_leaf: dict[int, int] = {}  # in `sources`, by id
+        self._place_of_storage: dict[int, int] = {}
         own = {id(leaf): leaf for leaves in self._leaves for leaf in leaves}
-        storages = {number: leaf.untyped_storage()._cdata for number, leaf in own.items()}
-        lookers = Counter(storages.values())
-        for number, leaf in own.items():
-            storage = storages[number]
+        storages = [leaf.untyped_storage()._cdata for leaf in own.values()]
+        lookers = Counter(storages)
+        for (number, leaf), storage in zip(own.items(), storages, strict=True):
             if lookers[storage] == 1 and leaf.dtype in _COPYABLE:
-                self._add(("leaf", number), leaf)
-            elif ("storage", storage) not in self._place:
-                whole = torch.empty(0, dtype=torch.uint8, device=leaf.device).set_(leaf.untyped_storage())
-                self._add(("storage", storage), whole)
+                self._place_of_leaf[number] = len(self.sources)
+                self.sources.append(leaf)
+            elif storage not in self._place_of_storage:
+                self._place_of_storage[storage] = len(self.sources)
+                whole = torch.empty(0, dtype=torch.uint8, device=leaf.device)
+                self.sources.append(whole.set_(leaf.untyped_storage()))
 
-    def form(self) -> list[tuple[torch.dtype, torch.Size]]:
+    def form(self) -> list[Any]:
         """Equal where the same buffer serves."""
-        return [(source.dtype, source.shape) for source in self.sources]
+        return [source.dtype for source in self.sources] + [source.shape for source in self.sources]
 
     def rebuilt(self, tensors: Sequence[Tensor], copies: Sequence[Tensor]) -> list[Tensor]:
         """The tensors again, over the copies of `sources`."""
         with torch.no_grad():
             return [
-                self._rebuilt(tensor, iter(leaves), copies) if leaves else _through_a_file(tensor)
+                self._copy_of(tensor, leaves, copies)
                 for tensor, leaves in zip(tensors, self._leaves, strict=True)
             ]
 
-    def _add(self, key: tuple[str, int], source: Tensor) -> None:
-        self._place[key] = len(self.sources)
-        self.sources.append(source)
+    def _copy_of(self, tensor: Tensor, leaves: list[Tensor], copies: Sequence[Tensor]) -> Tensor:
+        place = self._place_of_leaf.get(id(tensor))
+        if place is not None and type(tensor) is Tensor and not tensor.requires_grad and not tensor.__dict__:
+            return copies[place]  # as nearly all are
+        return self._rebuilt(tensor, iter(leaves), copies) if leaves else _through_a_file(tensor)
 
     def _rebuilt(self, tensor: Any, leaves: Iterator[Tensor], copies: Sequence[Tensor]) -> Tensor:
         again: Tensor
@@ -259,7 +263,7 @@ class _Memory:
             again = type(tensor).__tensor_unflatten__(inner, how, tensor.shape, tensor.stride())
             return again
         leaf = next(leaves)
-        place = self._place.get(("leaf", id(leaf)))
+        place = self._place_of_leaf.get(id(leaf))
         again = self._in_storage(leaf, copies) if place is None else copies[place]
         if type(tensor) is torch.nn.Parameter:
             again = torch.nn.Parameter(again, tensor.requires_grad)
@@ -271,7 +275,7 @@ class _Memory:
         return again
 
     def _in_storage(self, leaf: Tensor, copies: Sequence[Tensor]) -> Tensor:
-        storage = copies[self._place["storage", leaf.untyped_storage()._cdata]].untyped_storage()
+        storage = copies[self._place_of_storage[leaf.untyped_storage()._cdata]].untyped_storage()
         again = torch.empty(0, dtype=leaf.dtype).set_(
             storage, leaf.storage_offset(), leaf.shape, leaf.stride()
         )

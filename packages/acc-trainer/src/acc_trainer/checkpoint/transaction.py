@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from acc_ops.world import World
 from acc_plugins.options.project import CheckpointPolicy
@@ -68,8 +69,7 @@ class Transaction:
         self, world: World, parts: Iterable[Part], manifest: Manifest, policy: CheckpointPolicy | None
     ) -> None:
         with self._together(world, "writing"):
-            group = getattr(world.comm, "group", None)
-            written = [name for part in parts for name in part.write(self.folder, group)]
+            written = self._write_parts(parts, getattr(world.comm, "group", None))
             own = described(
                 self.folder, written
             )  # each rank reads its own files: they are still in its memory
@@ -83,6 +83,19 @@ class Transaction:
             if self.leads:
                 prune(self.target.parent, self.target, policy)
                 self._let_go()
+
+    def _write_parts(self, parts: Iterable[Part], group: Any) -> list[str]:
+        """The names of the files. A disk that fails is told at the end: ranks gather the next parts together, and none of them may be missing."""
+        written: list[str] = []
+        failed: OSError | None = None
+        for part in parts:
+            try:
+                written += part.write(self.folder, group)
+            except OSError as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+        return written
 
     @contextmanager
     def _together(self, world: World, doing: str) -> Iterator[None]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +30,7 @@ def save_state(
     output_dir: str | os.PathLike[str] | None = None,
     safe_serialization: bool = True,
     **kwargs: Any,
-) -> str:
+) -> Path:
     """Save the whole run and return the folder: models, optimizers, schedulers, scaler, loaders, RNG, registered objects.
 
     The folder appears whole or not at all; what was there before stays until then. With automatic naming it is
@@ -59,14 +61,15 @@ def save_state(
 
     try:
         transaction.begin(world)
-        contents = collect(accelerator)
-        weights = states_left(accelerator, transaction.folder)
-        parts = parts_of(accelerator, contents, weights, leads=transaction.leads, safe=safe_serialization)
-        manifest = manifest_of(accelerator, contents, target, wish.metric)
-        if not wish.blocking:
-            background = _background_of(accelerator)
-            with together(world, f"copying the state for {target}"):
-                copies = background.copies(parts)
+        with nullcontext() if wish.blocking else _garbage_later():
+            contents = collect(accelerator)
+            weights = states_left(accelerator, transaction.folder)
+            parts = parts_of(accelerator, contents, weights, leads=transaction.leads, safe=safe_serialization)
+            manifest = manifest_of(accelerator, contents, target, wish.metric)
+            if not wish.blocking:
+                background = _background_of(accelerator)
+                with together(world, f"copying the state for {target}"):
+                    copies = background.copies(parts)
         if project.automatic_checkpoint_naming:
             project.iteration = number + 1
         if wish.blocking:
@@ -80,7 +83,7 @@ def save_state(
             transaction.discard()
             number_again()
         raise
-    return wish.shown
+    return Path(wish.shown)
 
 
 def save_custom_state(
@@ -136,6 +139,18 @@ def _check_options(options: Iterable[str]) -> None:
         )
     for name in options:
         warn_caller(f"save_state: {name} had no effect, no engine of this run takes it")
+
+
+@contextmanager
+def _garbage_later() -> Iterator[None]:
+    """Leave Python's search for garbage out for a while: thousands of tensors set it off, and it takes longer than their copy."""
+    searches = gc.isenabled()
+    try:
+        gc.disable()
+        yield
+    finally:
+        if searches:
+            gc.enable()
 
 
 def _background_of(run: Run) -> Background:

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from acc_trainer.checkpoint.layout import CheckpointError
+from acc_trainer.cli.parsing import run_command
 
 TEXT = "Merge the weights that FSDP has written in shards (a folder pytorch_model_fsdp_0, or a checkpoint that holds one)."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Merge, and print the files; exit code 1 when it cannot be done, 2 for wrong arguments."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    try:
-        args = merge_command_parser().parse_args(words)
-    except SystemExit as end:  # argparse has said why
-        return int(end.code or 0)
-    try:
-        merge_command(args)
-    except (ValueError, OSError, CheckpointError) as error:
-        print(f"acc merge: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return run_command(merge_command_parser(), argv, merge_command, ValueError, OSError, CheckpointError)
 
 
 def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
@@ -62,9 +52,7 @@ def merge_command(args: argparse.Namespace) -> None:
     """What the command does with its parsed arguments. ValueError for a folder that holds no shards of weights, CheckpointError
     for an output that is a checkpoint, OSError of the disk."""
     from acc_plugins.states.merge import merge_shards  # noqa: PLC0415  the command line starts without torch
-    from acc_trainer.checkpoint.manifest import check_no_checkpoint  # noqa: PLC0415  nor with what reads weights
 
-    check_no_checkpoint(args.output_path, "merging weights into it")
     files = merge_shards(
         args.checkpoint_directory,
         args.output_path,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -69,3 +71,22 @@ def parser_for(
         subparsers._parser_class = before
     parser.set_defaults(func=func)
     return parser
+
+
+def run_command(
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    command: Callable[[argparse.Namespace], None],
+    *errors: type[Exception],
+) -> int:
+    """Parse `argv` (None: the process's arguments) and run; exit code 1, and its text on stderr, for one of `errors`, 2 for wrong arguments."""
+    try:
+        args = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    except SystemExit as end:  # argparse has said why
+        return int(end.code or 0)
+    try:
+        command(args)
+    except errors as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
+    return 0

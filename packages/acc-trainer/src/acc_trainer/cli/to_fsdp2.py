@@ -11,12 +11,11 @@ import argparse
 import json
 import logging
 import os
-import sys
 from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
-from acc_trainer.cli.parsing import parser_for
+from acc_trainer.cli.parsing import parser_for, run_command
 
 logger = logging.getLogger(__name__)
 TEXT = "Convert a configuration file of FSDP version 1 to version 2 (comments in it are lost)."
@@ -73,18 +72,12 @@ _MORE_THAN_RESHARDING["HYBRID_SHARD_ZERO2"] = _MORE_THAN_RESHARDING["HYBRID_SHAR
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Convert, and say where the result is; exit code 1 when it cannot be done, 2 for wrong arguments."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    try:
-        args = to_fsdp2_command_parser().parse_args(words)
-    except SystemExit as end:  # argparse has said why
-        return int(end.code or 0)
-    try:
+
+    def convert(args: argparse.Namespace) -> None:
         to_fsdp2_command(args)
-    except (ValueError, OSError) as error:
-        print(f"acc to-fsdp2: {error}", file=sys.stderr)
-        return 1
-    print(f"{args.output_file or args.config_file}: written")
-    return 0
+        print(f"{args.output_file or args.config_file}: written")
+
+    return run_command(to_fsdp2_command_parser(), argv, convert, ValueError, OSError)
 
 
 def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from acc_ops.optional import require
 from acc_trainer.data.draws import as_then
 from acc_trainer.data.position import LoaderPosition
-from acc_trainer.data.samplers import DrawnAsBefore, has_trusted_length
+from acc_trainer.data.samplers import has_trusted_length
 from acc_trainer.grad_sync import GradSync
 from acc_trainer.gradient_state import current_grad_sync
 
@@ -116,8 +116,6 @@ class DataLoaderAdapter:
     def _position_loaded(self, state: Mapping[str, Any]) -> None:
         """The position was restored from a checkpoint."""
         self._set_seed(self.position.seed)
-        if not self.use_stateful_dataloader and keeps_workers(self.base_dataloader):
-            self.base_dataloader._iterator = None  # that of another run, whatever this one has read
         if not self.use_stateful_dataloader or "loader" not in state or state.get("finished"):
             return
         if not state["batches"] and is_fresh(state["loader"]):  # a new pass draws as it would have drawn
@@ -131,11 +129,23 @@ class DataLoaderAdapter:
 
         torchdata would do so by itself, and count what it drops twice, so that its next state is wrong.
         """
+        self.dl_state_dict = dict(state)  # until the next pass reads
         if is_stream(self.base_dataloader) and has_no_state(state):
-            self.dl_state_dict = dict(state)  # until the next pass begins
             return batches_in(state)
         self.base_dataloader.load_state_dict(dict(state))
         return None
+
+    def _forget_passes(self, *, workers: bool) -> None:
+        """The loader below keeps nothing of an earlier pass, or of a state that was loaded before, of which its own state would tell; `workers`
+        that stay go as well."""
+        base = self.base_dataloader
+        self.dl_state_dict = None
+        if keeps_workers(base) and not workers:
+            return
+        if self.use_stateful_dataloader:
+            base._iterator = base.next_iter_state = None
+        elif keeps_workers(base):
+            base._iterator = None
 
     def _is_open(self) -> bool:
         """Whether torch has an iterator for the next pass already, or the saved run would have one."""
@@ -145,12 +155,12 @@ class DataLoaderAdapter:
     def _whole(self) -> Iterator[Any]:
         """An iterator over all of the base loader: the one that torch keeps, where workers stay."""
         base, position = self.base_dataloader, self.position
-        if not keeps_workers(base) or self.use_stateful_dataloader:
+        if not keeps_workers(base):
             return iter(base)
         if position.reused is None:
             position.reused = self._is_open()
         if position.reused and base._iterator is None:
-            base._iterator = opened_as_kept(base, position)
+            base._iterator = opened_as_kept(base)
             return base._iterator
         return iter(base)
 
@@ -297,13 +307,12 @@ def keeps_workers(loader: Any) -> bool:
     return bool(loader.num_workers and loader.persistent_workers) and not iterates_itself(loader)
 
 
-def opened_as_kept(loader: Any, position: LoaderPosition) -> Any:
-    """A new iterator that draws what one would have drawn that was kept from an earlier pass: the order alone, and no seed for its workers."""
-    states = position.generator_states()
-    indices = DrawnAsBefore(index_sampler(loader), lambda: position.put_back(states))
-    batches = iter(with_indices(loader, indices))
-    indices.go_back = None  # it may be kept itself
-    return batches
+def opened_as_kept(loader: Any) -> Any:
+    """A new iterator that draws what one would have drawn that was kept from an earlier pass: the order alone. The seed for its workers comes out
+    of a copy of the generator."""
+    apart = torch.Generator()
+    apart.set_state(torch.get_rng_state() if loader.generator is None else loader.generator.get_state())
+    return iter(clone_loader(loader, generator=apart))
 
 
 def is_stream(loader: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What a batch can be: on the CPU already, or read by a worker that knows more about it than the loader does."""
+"""A batch on its way out of a loader: a worker may know more about it, it goes to the device, and the position goes to it."""
 
 from __future__ import annotations
 
@@ -70,3 +70,33 @@ def mover(device: torch.device | None, non_blocking: bool) -> Callable[[Any], An
         return batch
 
     return stay if device.type == "cpu" else move
+
+
+def handing_out(loader: Any) -> Callable[..., Any]:
+    """What every batch of a pass over a prepared loader goes through on its way out; made when the pass reads its first batch.
+
+    `hand_out(batch, number, is_last, tail=None, ends_window=False)` gives the batch on the loader's device. `tail`: which rows are samples, where
+    not all are. `ends_window`: it is the last batch of another rank. It runs for every batch, so it looks things up once.
+    """
+    position, grad_sync = loader.position, loader.grad_sync
+    move = mover(loader.device, loader._non_blocking)
+    loaders, raise_to_top = grad_sync.loaders, grad_sync.raise_to_top
+
+    def hand_out(
+        batch: Any, number: int, is_last: bool, tail: Tail | None = None, ends_window: bool = False
+    ) -> Any:
+        position.batches = number
+        position.is_last = is_last
+        position.ends_window = is_last or ends_window
+        if tail is None:
+            position.real = position.sizes = None
+            position.padding = 0
+        else:
+            position.real, position.sizes = tail.real, tail.sizes
+            rank = loader.world.rank if loader._rank is None else loader._rank
+            position.padding = tail.sizes[rank] - tail.real[rank]
+        if not loaders or loaders[-1] is not position:
+            raise_to_top(position)
+        return batch if move is None else move(batch)
+
+    return hand_out

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import BatchSampler, IterableDataset, get_worker_info
 
 from acc_trainer.data.adapter import (
+    batches_in,
     clone_loader,
     index_sampler,
     is_stream,
@@ -72,14 +73,24 @@ def samples_per_step(loader: Any) -> int:
     return int(size) * (loader.world.size if loader._tail is not None else 1)
 
 
+def may_end_apart(loader: Any) -> bool:
+    """Whether the ranks may get unequal numbers of batches in a pass."""
+    base = loader.base_dataloader
+    if loader.world.size == 1 or loader.reads_for_all or loader._keeps_step:
+        return False
+    return not _is_our_split(base) or getattr(index_sampler(base), "even_batches", True) is False
+
+
 def take_place(loader: Any, state: Mapping[str, Any]) -> bool:
     """Whether the loaded `state` counts in batches of this loader. Where it does not, the position is told where in the epoch it stands."""
     position: LoaderPosition = loader.position
     saved, now = state.get("layout"), layout_of(loader)
-    if saved is None or _same_split(saved, now):
-        return True
     told = state.get("dealt") or {}
-    before = [*told.get("before", ()), _stretch_of(saved, position.batches)]
+    # one run may have drawn its order from a seed, and another split in the same way from the generators: a dispatching one
+    same_order = bool(told) or (state.get("seed") is None) == (position.seed is None)
+    if saved is None or (_same_split(saved, now) and same_order):
+        return True
+    before = [*told.get("before", ()), _stretch_of(saved, state)]
     if state.get("finished"):
         return False
     if not any(one["reads"] for one in before):
@@ -139,9 +150,12 @@ def _same_split(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return alike and (not one["stream"] or max(1, one["workers"]) == max(1, other["workers"]))
 
 
-def _stretch_of(layout: Mapping[str, Any], batches: int) -> Stretch:
-    """What all ranks read while each handed out so many batches."""
-    return {"reads": batches * layout["reads"], "each": layout["each"], "workers": layout["workers"]}
+def _stretch_of(layout: Mapping[str, Any], state: Mapping[str, Any]) -> Stretch:
+    """What all ranks read until this `state` of the position: of a stateful loader as it tells, since an earlier layout may have left part of a step."""
+    reads = int(state["batches"]) * layout["reads"]
+    if layout.get("stateful"):
+        reads = batches_in(state["loader"]) if state.get("loader") else reads
+    return {"reads": reads, "each": layout["each"], "workers": layout["workers"]}
 
 
 def _obstacle(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from acc_trainer.data.adapter import batches_in, exact_length
 from acc_trainer.data.batch_rows import RowRule
-from acc_trainer.data.batches import mover
+from acc_trainer.data.batches import handing_out
 from acc_trainer.data.loader import DataLoaderShard
 from acc_trainer.data.rows import News, Note, Opening, Receiver, Sender, failure
 from acc_trainer.data.shard import Tail
@@ -98,9 +98,6 @@ class DataLoaderDispatcher(DataLoaderShard):
         """Samples that all ranks together take in one step."""
         return super().total_batch_size * self.batches_per_step
 
-    def __len__(self) -> int:
-        return self._steps(len(self.base_dataloader))
-
     def _steps(self, batches: int) -> int:
         whole, rest = divmod(batches, self.batches_per_step)
         return whole if not rest or self._drop_last else whole + 1
@@ -119,7 +116,7 @@ class DataLoaderDispatcher(DataLoaderShard):
     # rank 0 ------------------------------------------------------------------------------------------------------------------
 
     def _read_and_send(self, skip: int, replay: bool, itself: bool) -> Iterator[Any]:
-        sender, count, move = Sender(self.world), skip, mover(self.device, self._non_blocking)
+        sender, count, hand_out = Sender(self.world), skip, handing_out(self)
         try:
             steps = self._grouped(skip, replay, itself)
             following: Any = first_read(steps, self.position)
@@ -143,8 +140,8 @@ class DataLoaderDispatcher(DataLoaderShard):
             form = None if step is None or step.form is sent.form else step.form.text
             note = Note(count, step is None, made.samples if step is None else -1)
             sender.send(sent, note, News(tail=made.tail, form=form))
-            self._hand_over(note, made.tail)
-            yield made.parts[0] if move is None else move(made.parts[0])
+            self._note_samples(note)
+            yield hand_out(made.parts[0], count, note.is_last, made.tail)
 
     def _grouped(self, skip: int, replay: bool, itself: bool) -> Iterator[_Parts]:
         """The parts of each step from step `skip` on."""
@@ -223,7 +220,7 @@ class DataLoaderDispatcher(DataLoaderShard):
     # the others --------------------------------------------------------------------------------------------------------------
 
     def _receive(self) -> Iterator[Any]:
-        receiver, move = Receiver(self.world), mover(self.device, self._non_blocking)
+        receiver, hand_out = Receiver(self.world), handing_out(self)
         opening = receiver.open()
         if opening.error is not None:
             raise RuntimeError(failure(opening.error))
@@ -233,19 +230,13 @@ class DataLoaderDispatcher(DataLoaderShard):
             count += 1
             part, note, news = receiver.receive(count, copy=stays)
             is_last = note.is_last
-            self._hand_over(note, news.tail)
-            yield part if move is None else move(part)
+            self._note_samples(note)
+            yield hand_out(part, note.number, is_last, news.tail)
 
-    def _hand_over(self, note: Note, tail: Tail | None) -> None:
-        """The step of `note` is the one in use."""
-        position, grad_sync = self.position, self.grad_sync
-        position.batches = note.number
-        position.is_last = position.ends_window = note.is_last
+    def _note_samples(self, note: Note) -> None:
+        """The last step tells how many samples it holds."""
         if note.samples >= 0:
-            position.remainder = note.samples
-        self._note_tail(tail)
-        if not grad_sync.loaders or grad_sync.loaders[-1] is not position:
-            grad_sync.raise_to_top(position)
+            self.position.remainder = note.samples
 
 
 def _text_of(error: BaseException) -> str:

@@ -31,8 +31,8 @@ from acc_trainer.data.adapter import (
     with_indices,
 )
 from acc_trainer.data.batch_rows import RowRule
-from acc_trainer.data.batches import BatchWithTail, mover
-from acc_trainer.data.dealing import layout_of, samples_per_step, take_place
+from acc_trainer.data.batches import BatchWithTail, handing_out
+from acc_trainer.data.dealing import layout_of, may_end_apart, samples_per_step, take_place
 from acc_trainer.data.in_step import in_step
 from acc_trainer.data.samplers import (
     OneAhead,
@@ -142,6 +142,13 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         """The ranks this loader was split over."""
         return self._world if self._world is not None else current_world()
 
+    def __len__(self) -> int:
+        return max(0, self._steps(len(self.base_dataloader)) - self.skip_batches)
+
+    def _steps(self, batches: int) -> int:
+        """The steps of a rank, and of an epoch, that so many batches of the loader below are."""
+        return batches
+
     @property
     def total_batch_size(self) -> int:
         """Samples that all ranks together take in one step; 0 where batches have no fixed size."""
@@ -193,6 +200,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _position_loaded(self, state: Mapping[str, Any]) -> None:
         self._set_seed(self.position.seed)
+        self._forget_passes(workers=True)
         if take_place(self, state):
             super()._position_loaded(state)
 
@@ -211,7 +219,8 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         replay = position.begin(skip, deals=self._deals, itself=itself)
         self._tell_epoch(position.epoch)
         self._synchronize_generators()
-        self.dl_state_dict = None
+        if not itself:
+            self._forget_passes(workers=False)
         batches = self._pass(self._batches(skip, replay, itself))  # opened now, as torch draws when it is
         position.waiting = weakref.ref(batches)
         return batches
@@ -219,6 +228,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
     def _pass(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Hand out the batches of a pass; it counts from the moment the first one is asked for."""
         self.position.start()
+        self.dl_state_dict = None
         finished = False
         self.begin()
         try:
@@ -243,6 +253,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _batches(self, skip: int, replay: bool, itself: bool) -> Iterator[Any]:
         """The batches of this pass, on the device."""
+        self.position.apart |= may_end_apart(self)
         skipped = Skipped()
         if self._keeps_step and self.world.size > 1:
             return self._in_step(self._open(skip, replay, itself, skipped), skipped, skip)
@@ -297,67 +308,50 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
                 else SkipBatchSampler(indices, skip)
             )
             loader = with_indices(base, rest if ahead is None else ahead.over(rest))
-            batches = opened_as_kept(loader, self.position) if self.position.reused else iter(loader)
+            batches = opened_as_kept(loader) if self.position.reused else iter(loader)
             if isinstance(rest, ResumedIndices):
                 rest.prime()
             return batches
 
     def _counted(self, batches: Iterator[Any], count: int, total: int) -> Iterator[Any]:
         """Hand out batches whose number is known."""
-        position, send = self.position, mover(self.device, self._non_blocking)
-        loaders, raise_to_top = self.grad_sync.loaders, self.grad_sync.raise_to_top
-        others = self._ends_of_ranks() - {total}
-        position.outlasted = max(others, default=0) > total
+        hand_out, others = handing_out(self), self._ends_of_ranks() - {total}
+        self.position.outlasted = max(others, default=0) > total
         for batch in batches:
             count += 1
-            position.batches = count
             if count == total:
                 next(
                     batches, None
                 )  # its end: samplers draw once more there, which a saved position must include
-                position.is_last = position.ends_window = True
-                self._note_tail(self._tail_of(count))
-            elif others:
-                position.ends_window = count in others
-            if not loaders or loaders[-1] is not position:
-                raise_to_top(position)
-            yield batch if send is None else send(batch)
+                yield hand_out(batch, count, True, self._tail_of(count, True))
+            else:
+                yield hand_out(batch, count, False, ends_window=count in others)
 
     def _indices_ahead(self, batches: Iterator[Any], count: int, ahead: OneAhead) -> Iterator[Any]:
         """Hand out batches whose number is not known, but of which the next one's indices were read."""
-        position, send, grad_sync = self.position, mover(self.device, self._non_blocking), self.grad_sync
+        hand_out = handing_out(self)
         for batch in batches:
             count += 1
-            position.batches = count
-            position.is_last = position.ends_window = ahead.ended
-            self._note_tail(self._tail_of(count))
-            if not grad_sync.loaders or grad_sync.loaders[-1] is not position:
-                grad_sync.raise_to_top(position)
-            yield batch if send is None else send(batch)
+            yield hand_out(batch, count, ahead.ended, self._tail_of(count, ahead.ended))
 
     def _one_ahead(self, batches: Iterator[Any], count: int) -> Iterator[Any]:
         """Hand out batches whose number is not known."""
-        position, send, grad_sync = self.position, mover(self.device, self._non_blocking), self.grad_sync
-        batch = first_read(batches, position)
+        hand_out = handing_out(self)
+        batch = first_read(batches, self.position)
         while batch is not END:
             following = self._read_ahead(batches)
             count += 1
-            position.batches = count
-            position.is_last = position.ends_window = following is END
+            is_last = following is END
             if type(batch) is BatchWithTail:
-                self._note_tail(batch.tail)
-                batch = batch.batch
+                yield hand_out(batch.batch, count, is_last, batch.tail)
             else:
-                self._note_tail(self._tail_of(count))
-            if not grad_sync.loaders or grad_sync.loaders[-1] is not position:
-                grad_sync.raise_to_top(position)
-            yield batch if send is None else send(batch)
+                yield hand_out(batch, count, is_last, self._tail_of(count, is_last))
             batch = following
 
     def _in_step(self, batches: Iterator[Any], skipped: Skipped, skip: int) -> Iterator[Any]:
         """Hand out batches of which the other ranks may have more or fewer."""
-        position, send, grad_sync = self.position, mover(self.device, self._non_blocking), self.grad_sync
-        first = first_read(batches, position)
+        hand_out = handing_out(self)
+        first = first_read(batches, self.position)
         steps = in_step(
             first,
             lambda: self._read_ahead(batches),
@@ -369,12 +363,8 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             begin=skipped.batches[0] if skipped.batches else first,
         )
         for count, step in enumerate(steps, start=skip + 1):
-            position.batches = count
-            position.is_last = position.ends_window = step.is_last
-            self._note_tail(tail_of_shares(step.tail, self.torch_device_mesh, self.world.size))
-            if not grad_sync.loaders or grad_sync.loaders[-1] is not position:
-                grad_sync.raise_to_top(position)
-            yield step.batch if send is None else send(step.batch)
+            tail = tail_of_shares(step.tail, self.torch_device_mesh, self.world.size)
+            yield hand_out(step.batch, count, step.is_last, tail)
 
     def _ends_of_ranks(self) -> frozenset[int]:
         """After how many batches the ranks come to their end, where the loader is split by its indices."""
@@ -395,25 +385,15 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             self.dl_state_dict["_iterator_finished"] = True
         return following
 
-    def _tail_of(self, number: int) -> Tail | None:
+    def _tail_of(self, number: int, is_last: bool) -> Tail | None:
         """What the group of batch `number` consists of, where it is not whole."""
         if self._tail is not None:
-            return self._tail if self.position.is_last else None
+            return self._tail if is_last else None
         base = self.base_dataloader
         if isinstance(base.dataset, IterableDatasetShard):  # where no worker marks the batch
-            return base.dataset.tail if self.position.is_last else None
+            return base.dataset.tail if is_last else None
         indices = index_sampler(base)
-        if self.position.is_last and iterates_itself(base):  # which may leave out batches, or join them
+        if is_last and iterates_itself(base):  # which may leave out batches, or join them
             return getattr(indices, "last_tail", None)
         tail_of = getattr(indices, "tail_of", None)
         return None if tail_of is None else tail_of(number)
-
-    def _note_tail(self, tail: Tail | None) -> None:
-        position = self.position
-        if tail is None:
-            position.real = position.sizes = None
-            position.padding = 0
-            return
-        position.real, position.sizes = tail.real, tail.sizes
-        rank = self.world.rank if self._rank is None else self._rank
-        position.padding = tail.sizes[rank] - tail.real[rank]

@@ -35,6 +35,7 @@ class LoaderPosition:
         "_reopens",
         "_start",
         "ahead",
+        "apart",
         "batches",
         "dealt",
         "drops",
@@ -92,6 +93,7 @@ class LoaderPosition:
         self.goes_on = False
         # batches of the loader below that it then has to read and drop, as its stream has no state of its own
         self.drops: int | None = None
+        self.apart = False  # in some pass the ranks got unequal numbers of batches, or may have
         self.outlasted = False  # at the end of this rank's epoch another rank has batches left
         self.first: Any = None  # the epoch's first batch, where a stateful loader that dispatches may have to repeat rows of it
         # what was read of this epoch by runs that were split in another way, and the seed of its order (see `dealing`)
@@ -110,7 +112,7 @@ class LoaderPosition:
     @property
     def is_dealt(self) -> bool:
         """Whether the next pass may be the rest of an epoch that was dealt out anew."""
-        return self.dealt is not None and self._loaded
+        return self.dealt is not None and self._loaded and not self._at_end
 
     @property
     def seen(self) -> int:
@@ -224,12 +226,15 @@ class LoaderPosition:
             state["layout"] = loader._layout()
             if loader._is_open():
                 state["was_open"], state["reused"] = True, bool(self.reused)
+        if self.apart:
+            state["apart"] = True
         if self.dealt is not None:
             state["dealt"] = self.dealt
         if self.first is not None and not finished and _is_plain(self.first):
             state["first"] = self.first
         waiting = self._is_waiting()
-        if (self.batches or waiting) and not finished:
+        # a rest that was dealt out anew has an order from its beginning, though nothing was read of it
+        if (self.batches or waiting or self.dealt is not None) and not finished:
             state["reopens"] = waiting and not self.replay
             state["rng"] = None if self.rng is None else to_save(self.rng)
             if self.ahead is not None:
@@ -259,6 +264,7 @@ class LoaderPosition:
         self._loaded, self.saved_batches = True, self.batches
         self.dealt, self.not_dealt, self.first = state.get("dealt"), None, state.get("first")
         self.goes_on, self.drops = False, None
+        self.apart = bool(state.get("apart"))
         loader = self._owner()
         if state.get("seed") is not None and (loader is None or self.seed is not None):
             self.seed = int(state["seed"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -202,22 +202,6 @@ class ResumedIndices:
         """Draw the order of the pass that was begun."""
         if self._started is not None:
             self._started.prime(self._following)
-
-
-class DrawnAsBefore:
-    """Indices that an iterator over them, while it is made, draws as if it had drawn nothing before: `go_back` puts the generators back first."""
-
-    def __init__(self, indices: Any, go_back: Callable[[], None]) -> None:
-        self._indices = indices
-        self.go_back: Callable[[], None] | None = go_back
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def __iter__(self) -> Iterator[Any]:
-        if self.go_back is not None:
-            self.go_back()
-        return iter(self._indices)
 
 
 class OneAhead:
