@@ -1,304 +1,283 @@
-"""Saves that die or fail at every one of their steps: a prepared process that forks one for each (test_checkpoint_faults.py).
+"""Saves that die, fail or lose their power at every one of their steps: a prepared process that answers orders (test_checkpoint_faults.py).
 
 It is started with the library of file_steps.c, reads orders as lines of JSON, and answers each with a line of JSON:
-`{"what": "deaths" | "errors" | "power", "way": {fields of Way}, ...}`. Every order counts what was found; `bad` lists what must not be.
+`{"what": "deaths" | "errors" | "power", "way": {fields of Way}, ...}`. Every order traces a save to learn its steps, and counts what was found;
+`bad` lists what must not be.
+
+[Note: what makes a death cheap] Who dies is a fork of a run that has been built and has loaded; only ranks that speak to each other must be made anew,
+since a group cannot be forked. Equal folders are looked at once, one after the other in one process. Lanes share the work.
 """
 
 from __future__ import annotations
 
-import hashlib
-import itertools
+import gc
 import json
 import os
 import random
-import shutil
-import signal
 import sys
 import tempfile
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from file_steps import Step, read, refused, watching
-from marked_run import MarkedRun, home, leftovers
-from power_loss import Disk, lay_out
+from fault_bench import NEW, NEXT, NOTE, At, Bench, Way, digest, log_of
+from file_steps import Step, read, refused, relative
+from forked import LANES, Forks, Killed, in_child, in_lanes
+from marked_run import MarkedRun, home
+from power_loss import Disk, Found, lay_out
 
-from acc_ops.testing import run_threads
 from acc_trainer.checkpoint import check_whole, newest_whole
 
-OLD, DYING, NEW, NEXT = 10, 15, 20, 30  # marks of the saves, in order
-NOTE = "notes/of the user.txt"
+MEMORY = Path("/dev/shm")  # syncs cost nothing there
 
 
-@dataclass(frozen=True, kw_only=True)
-class Way:
-    """How the runs save. `died_at` has a save before die there: before its n-th rename that goes on in the name of a checkpoint."""
+class Death(NamedTuple):
+    """What a death has left: the digest of the folder, whether another rank took the save for done, and what went wrong with the death."""
 
-    named: bool = True  # else automatic names, of which one stays
-    first: bool = False  # nothing has been saved before
-    exchange: bool = True  # the file system swaps two folders in one call
-    background: bool = False
-    ranks: int = 1  # threads
-    died_at: int = 0
+    left: str
+    saved: bool
+    problem: str
 
 
-class Bench:
-    """A folder in which the runs of one order are repeated, each from a copy of the same beginning."""
+class Said(NamedTuple):
+    """What a rank says of one try: what it found there, the error that its save raised, and what must not be."""
 
-    def __init__(self, folder: Path, way: Way) -> None:
-        self.folder, self.way = folder, way
-        self.begin = folder / "begin"
-        self.begin.mkdir()
-        self._numbers = itertools.count()
-        if not way.first:
-            self.save(self.begin, OLD)
-            note = home(self.begin, way.named) / "latest" / NOTE
-            if way.named:
-                note.parent.mkdir()
-                note.write_text("mine")
-        if way.died_at:
-            steps = [s for s in self.trace(DYING)[1] if s.kind == "rename" and ".writing/" not in s.path]
-            self.save(self.begin, DYING, die_at=steps[way.died_at].number)
-        self.old = None if way.first else in_child(self.load, self.begin)
-
-    def copy(self) -> Path:
-        """A new folder as it was in the beginning."""
-        return Path(shutil.copytree(self.begin, self.folder / str(next(self._numbers))))
-
-    def save(self, case: Path, mark: int, **faults: Any) -> bool:
-        """Load what there is and save in a child; whether it came to the end, False when it died of its fault."""
-        return in_child(lambda: {"found": self._resume_and_save(case, mark, **faults)}) is not None
-
-    def trace(self, mark: int) -> tuple[Path, list[Step]]:
-        """The folder after a save without faults, and the steps of the save."""
-        case, log = self.copy(), self.folder / "log"
-        log.unlink(missing_ok=True)
-        self.save(case, mark, log=log)
-        return case, read(log)
-
-    def load(self, case: Path) -> int:
-        """The mark of the newest checkpoint, in this process."""
-        marks = self._everyone(lambda: self._run(case).load())
-        assert len(set(marks)) == 1, f"the ranks have loaded {marks}"
-        return marks[0]
-
-    def go_on(self, case: Path) -> int | None:
-        """What the next process finds: the mark it loads, None for nothing. AssertionError unless it can save and clears up."""
-        found = self._resume_and_save(case, NEXT)
-        self.check_after(case, found)
-        return found
-
-    def check_after(self, case: Path, found: int | None) -> None:
-        """After the save of `NEXT`: it is there, alone, with the user's note over one name."""
-        place = home(case, self.way.named)
-        newest = newest_whole(place)
-        assert newest is not None
-        assert check_whole(newest, checksums=True).step == NEXT
-        assert not leftovers(place), f"left behind: {leftovers(place)}"
-        assert len(os.listdir(place)) == 1, f"more than one checkpoint: {os.listdir(place)}"
-        if self.way.named and found is not None and not self.way.first:
-            assert (place / "latest" / NOTE).read_text() == "mine"
-
-    def fail(self, case: Path, at: int, faults: dict[str, Any]) -> tuple[str | None, Path]:
-        """Save with an error at a step and once more without, in this process; what was said, and a copy of the folder in between."""
-        run = self._run(case)
-        if not self.way.first:
-            run.load()
-        run.mark(NEW)
-        said = None
-        with watching(case, fail_at=at, no_exchange=not self.way.exchange, **faults):
-            try:
-                run.save()
-            except Exception as error:  # noqa: BLE001  whatever a save says of a disk
-                said = f"{type(error).__name__}: {error}"
-        between = Path(shutil.copytree(case, f"{case}-between"))
-        assert run.value() == NEW, "a save that failed has changed the run"
-        run.mark(NEXT)
-        run.save()
-        return said, between
-
-    def _run(self, case: Path) -> MarkedRun:
-        way = self.way
-        return MarkedRun(case, named=way.named, background=way.background, generators=way.ranks == 1)
-
-    def _resume_and_save(self, case: Path, mark: int, **faults: Any) -> int | None:
-        def one() -> int | None:
-            run = self._run(case)
-            found = run.load() if newest_whole(home(case, self.way.named)) else None
-            run.mark(mark)
-            run.accelerator.wait_for_everyone()
-            sees = run.accelerator.is_main_process and faults
-            with watching(case, no_exchange=not self.way.exchange, **faults) if sees else nullcontext():
-                run.accelerator.wait_for_everyone()
-                run.save()
-            return found
-
-        found = self._everyone(one)
-        assert len(set(found)) == 1, f"the ranks have loaded {found}"
-        return found[0]
-
-    def _everyone(self, do: Callable[[], Any]) -> list[Any]:
-        return [do()] if self.way.ranks == 1 else run_threads(self.way.ranks, do)
+    found: int | None = None
+    error: str | None = None
+    problem: str = ""
 
 
-def deaths(bench: Bench, every: int = 1) -> dict[str, Any]:
-    """A death before every step, or `every` so many: the next process must find the old or the new checkpoint, and be able to save."""
-    steps = bench.trace(NEW)[1]
-    total = len(steps)
+def deaths(bench: Bench) -> dict[str, Any]:
+    """A death of each rank before each of its steps: the next process must find the old or the new checkpoint, and be able to save."""
+    traces = bench.trace(NEW)
+    places = [At(rank, step.number) for rank, steps in enumerate(traces) for step in steps]
     if bench.way.died_at:  # once the folder is as before a save, the rest is that of any save
-        total = next(step.number for step in steps if step.kind == "open" and ".writing/" in step.path)
-    counts: Counter[str] = Counter()
-    bad: list[str] = []
-    known: dict[str, int | None] = {}
-    for at in range(1, total + 1, every):
-        case = bench.copy()
-        if bench.save(case, NEW, die_at=at):
-            bad.append(f"step {at}: the save did not come to it")
-            continue
-        left = _digest(case)
-        try:
-            found = known[left] if left in known else in_child(bench.go_on, case)
-        except ChildFailed as error:
-            bad.append(f"death before step {at}: {error}")
-            continue
-        known[left] = found
-        names = {bench.old: "old", NEW: "new"}
-        counts[names.get(found, "lost")] += 1
-        if found not in names:
-            bad.append(f"death before step {at}: found {found}, there had been {bench.old}")
-        shutil.rmtree(case)
-    return {
-        "steps": total,
-        "deaths": len(range(1, total + 1, every)),
-        "folders": len(known),
-        **counts,
-        "bad": bad,
-    }
-
-
-def errors(bench: Bench, number: int, kinds: list[str], only: list[int] | None = None) -> dict[str, Any]:
-    """An error at every step of some kinds: the save says so and names the folder, what was there stays, and the next save works."""
+        end = next(step.number for step in traces[0] if step.kind == "open" and ".writing/" in step.path)
+        places = [at for at in places if at.number <= end]
+    if bench.way.careless:  # it begins as every other
+        places = places[len(places) // 2 :]
+    kept = bench.folder / "kept"
+    kept.mkdir()
+    made = [death for (death,) in in_lanes(places, lambda lane, mine: _die(bench, lane, kept, mine, traces))]
+    left = sorted({death.left for death in made})
+    known = dict(
+        zip(left, in_lanes(left, lambda _, mine: _look(bench, kept, mine), bench.way.ranks), strict=True)
+    )
     counts: Counter[str] = Counter()
     bad = []
-    for step in bench.trace(NEW)[1]:
-        if step.kind not in kinds or step.error or (only and step.number not in only):
-            continue
-        counts["steps"] += 1
-        case = bench.copy()
-        every = refused(step.kind, number)
-        faults = {"error": number, "kinds": every, "always": len(every) > 1, "half": step.kind == "write"}
-        where = f"{os.strerror(number)} at {step.kind} of {os.path.relpath(step.path, bench.begin.parent)} ({step.number})"
+    for at, death in zip(places, made, strict=True):
+        said = known[death.left]
+        found = {one.found for one in said}
+        problems = [death.problem, *(one.problem for one in said)]
+        if not any(problems):
+            counts[_name(bench, found)] += 1
+            if found - {bench.old, NEW} or len(found) > 1 or (death.saved and found != {NEW}):
+                also = ", and another rank had saved" if death.saved else ""
+                problems.append(f"found {found}, there had been {bench.old}{also}")
+        bad += [f"death of rank {at.rank} before step {at.number}: {text}" for text in problems if text]
+    return {"steps": sum(map(len, traces)), "deaths": len(made), "folders": len(left), **counts, "bad": bad}
+
+
+def _die(
+    bench: Bench, lane: int, kept: Path, places: Sequence[At], traces: Sequence[Sequence[Step]]
+) -> list[Death]:
+    """Die at each of the places; what is left goes to `kept`, under its digest."""
+    made, run, case = [], None, bench.case_of(lane)
+    log = case.with_name(f"log {lane}")
+    for at in places:
+        bench.begin_again(case)
+        for rank in range(bench.way.ranks):
+            log_of(log, rank).unlink(missing_ok=True)
+        if bench.way.ranks == 1 and run is None:
+            run = bench.resumed(case)[0]
+        die = partial(_die_once, bench, case, run, log, at)
+        outcomes = Forks(die, bench.way.ranks).outcomes()
+        done = relative(read(log_of(log, at.rank)), case)
+        others = [outcome for rank, outcome in enumerate(outcomes) if rank != at.rank]
+        problem = ""
+        if not isinstance(outcomes[at.rank], Killed):
+            problem = f"it was not killed but {outcomes[at.rank] or 'saved'}"
+        elif done != relative(traces[at.rank][: at.number - 1], bench.traced):
+            problem = f"it died elsewhere, after {done[-1:]}"
+        elif any(str(outcome) == "it did not end" for outcome in others):
+            problem = "another rank did not end"
+        left = digest(case)
+        if not (kept / left).is_dir():
+            with suppress(OSError):  # another lane was faster
+                os.rename(case, kept / left)
+        made.append(Death(left, None in others, problem))
+    return made
+
+
+def _die_once(bench: Bench, case: Path, run: MarkedRun | None, log: Path, at: At) -> None:
+    """Each rank: save, and die if it is the one."""
+    bench.save(case, NEW, run or bench.built(case), log=log, die=at)
+
+
+def _look(bench: Bench, kept: Path, names: Sequence[str]) -> list[Said]:
+    """Each rank: what the next process finds in each folder."""
+    said = []
+    for name in names:
         try:
-            said, between = in_child(bench.fail, case, step.number, faults)
-            found = in_child(_found, bench, Path(between), case)
-        except ChildFailed as error:
-            bad.append(f"{where}: {error}")
-            continue
-        counts["raised" if said else "went on"] += 1
-        if said is None and found != NEW:
-            bad.append(f"{where}: nothing was said, and {found} is there")
-        if said is not None and str(home(case, bench.way.named)) not in said:
-            bad.append(f"{where}: the folder is not named: {said[:300]}")
-        if found not in (bench.old, NEW):
-            bad.append(f"{where}: found {found}, there had been {bench.old}")
-        shutil.rmtree(case)
-        shutil.rmtree(between)
+            said.append(Said(found=bench.go_on(kept / name)))
+        except Exception:  # noqa: BLE001  a finding
+            said.append(Said(problem=_told()))
+    return said
+
+
+def errors(bench: Bench, kinds: dict[str, list[str]]) -> dict[str, Any]:
+    """Errors, each (its number) at every step of its kinds: the save says so on all ranks and names the folder, what was there stays, and the
+    next save works."""
+    traces = bench.trace(NEW)
+    places = [
+        (int(number), At(rank, step.number), step)
+        for number, those in kinds.items()
+        for rank, steps in enumerate(traces)
+        for step in steps
+        if step.kind in those and not step.error
+    ]
+    counts: Counter[str] = Counter(steps=len(places))
+    bad = []
+    for lane in range(LANES):
+        bench.begin_again(bench.case_of(lane))
+    made = in_lanes(places, lambda lane, mine: _fail(bench, lane, mine), bench.way.ranks)
+    for (number, at, step), said in zip(places, made, strict=True):
+        found, raised = {one.found for one in said}, [one.error for one in said if one.error is not None]
+        problems = [one.problem for one in said]
+        if not any(problems):
+            counts["raised" if raised else "went on"] += 1
+            if found - {bench.old, NEW} or len(found) > 1 or (not raised and found != {NEW}):
+                problems.append(f"found {found}, there had been {bench.old}, and {raised} was said")
+            if raised and len(raised) < len(said):
+                problems.append(f"not all ranks said it: {raised}")
+            problems += [
+                f"the folder is not named: {text[:300]}" for text in raised if str(bench.folder) not in text
+            ]
+        path = os.path.relpath(step.path, bench.traced)
+        where = f"{os.strerror(number)} on rank {at.rank} at {step.kind} of {path} ({step.number})"
+        bad += [f"{where}: {text}" for text in problems if text]
     return {**counts, "bad": bad}
+
+
+def _fail(bench: Bench, lane: int, places: Sequence[tuple[int, At, Step]]) -> list[Said]:
+    """Each rank: one run meets one error after the other, and saves again behind each."""
+    case, said = bench.case_of(lane), []
+    run = bench.resumed(case)[0]
+    project = run.accelerator.project_configuration
+    number = project.iteration
+    known = {digest(bench.begin): bench.old}
+    for place in places:
+        run.accelerator.wait_for_everyone()
+        if run.accelerator.is_main_process:
+            bench.begin_again(case)
+        run.accelerator.wait_for_everyone()
+        project.iteration = number
+        try:
+            said.append(_fail_once(bench, case, run, place, known))
+        except Exception:  # noqa: BLE001  a finding
+            said.append(Said(problem=_told()))
+    return said
+
+
+def _fail_once(
+    bench: Bench, case: Path, run: MarkedRun, place: tuple[int, At, Step], known: dict[str, int | None]
+) -> Said:
+    """Each rank: save with the error and once more without. `known` are folders whose content has been loaded."""
+    number, at, step = place
+    kinds = refused(step.kind, number)
+    run.mark(NEW)
+    error = None
+    with bench.watched(
+        run, case, fail=at, error=number, kinds=kinds, always=len(kinds) > 1, half=step.kind == "write"
+    ):
+        try:
+            run.save()
+        except Exception as raised:  # noqa: BLE001  whatever a save says of a disk
+            error = f"{type(raised).__name__}: {raised}"
+        run.accelerator.wait_for_everyone()
+    left = digest(case)
+    if left not in known:
+        known[left] = bench.resumed(case)[1]
+    run.mark(NEXT)
+    run.save()
+    bench.check_after(case, known[left])
+    return Said(found=known[left], error=error)
 
 
 def power(bench: Bench, draws: int) -> dict[str, Any]:
     """A power loss after every step: whatever of what was not synced is gone, the old or the new checkpoint is whole."""
-    case, steps = bench.trace(NEW)
-    disk = Disk(bench.begin, case)
+    (steps,) = bench.trace(NEW)
+    disk = Disk(bench.begin, bench.traced)
     chance = random.Random(7)
-    found = {}  # what may be found, once each, and after which step at the latest
+    may_be: dict[
+        str, tuple[int, Found]
+    ] = {}  # what may be found, once each, and after which step at the latest
     for step in steps:
         disk.make(step)
-        found.update({repr(state): (step.number, state) for state in disk.found(draws, chance)})
-    disk.end(case)
+        may_be.update({repr(state): (step.number, state) for state in disk.found(draws, chance)})
+    disk.end(bench.traced)
+    states = list(may_be.values())
+    made = in_lanes(states, lambda _, mine: [_come_back(bench, state) for _, state in mine])
     counts: Counter[str] = Counter()
     bad = []
-    for number, state in found.values():
-        folder = Path(tempfile.mkdtemp(dir=bench.folder))
-        lay_out(state, folder)
-        place = newest_whole(home(folder, bench.way.named))
-        mark = None if place is None else check_whole(place, checksums=True).step
-        counts["new" if mark == NEW else "old"] += 1
-        if place and bench.way.named and not bench.way.first and not (place / NOTE).is_file():
-            bad.append(
-                f"power loss after step {number} of {len(steps)}: the user's file is gone from {place.name}"
-            )
-        if mark not in (bench.old, NEW) or (number == len(steps) and mark != NEW):
-            bad.append(f"power loss after step {number} of {len(steps)}: found {mark}")
-        shutil.rmtree(folder)
-    return {"steps": len(steps), "folders": len(found), **counts, "bad": bad}
+    for (number, _), (said,) in zip(states, made, strict=True):
+        problem = said.problem
+        counts[_name(bench, {said.found})] += 1
+        if said.found not in (bench.old, NEW) or (number == len(steps) and said.found != NEW):
+            problem = f"found {said.found} {problem}"
+        if problem:
+            bad.append(f"power loss after step {number} of {len(steps)}: {problem}")
+    return {"steps": len(steps), "folders": len(states), **counts, "bad": bad}
 
 
-def _digest(folder: Path) -> str:
-    """What lies in a folder: two deaths before and after a sync leave the same, and the second need not be tried again."""
-    names = [path for path in sorted(folder.rglob("*")) if path.suffix != ".lock"]  # those name the process
-    text = [(str(path.relative_to(folder)), path.is_file() and path.read_bytes()) for path in names]
-    return hashlib.sha256(repr(text).encode()).hexdigest()
+def _come_back(bench: Bench, state: Found) -> Said:
+    """What there is after a power loss that has left `state`."""
+    with tempfile.TemporaryDirectory(dir=bench.folder) as folder:
+        lay_out(state, Path(folder))
+        place = newest_whole(home(Path(folder), bench.way.named))
+        if place is None:
+            return Said()
+        lost = bench.way.named and not bench.way.first and not (place / NOTE).is_file()
+        return Said(
+            found=check_whole(place, checksums=True).step,
+            problem=f"the user's file is gone from {place.name}" if lost else "",
+        )
 
 
-def _found(bench: Bench, between: Path, case: Path) -> int | None:
-    found = bench.load(between) if newest_whole(home(between, bench.way.named)) else None
-    bench.check_after(case, found)
-    return found
+def _name(bench: Bench, found: set[int | None]) -> str:
+    return "old" if found == {bench.old} else "new" if found == {NEW} else "lost"
 
 
-class ChildFailed(RuntimeError):
-    """A child ended with an exception."""
-
-
-def in_child(do: Callable[..., Any], *args: Any) -> Any:
-    """What `do` returns in a forked process; None when that was killed. ChildFailed when it raised."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        code = 1
-        try:
-            os.close(reading)
-            torch.set_num_threads(
-                1
-            )  # torch makes its pool anew after a fork, which two threads at once break
-            answer = {"value": do(*args)}
-            code = 0
-        except BaseException as error:  # noqa: BLE001  told to the parent
-            lines = traceback.format_exception(type(error), error, error.__traceback__)
-            answer = {"error": "".join(lines[-1:]).strip() + " | " + "".join(lines[-4:-1])[-600:]}
-        with os.fdopen(writing, "w") as pipe:
-            json.dump(answer, pipe, default=str)
-        os._exit(code)
-    os.close(writing)
-    with os.fdopen(reading) as pipe:
-        text = pipe.read()
-    _, status = os.waitpid(child, 0)
-    if os.WIFSIGNALED(status):
-        assert os.WTERMSIG(status) == signal.SIGKILL, f"a child died of signal {os.WTERMSIG(status)}"
-        return None
-    answer = json.loads(text)
-    if "error" in answer:
-        raise ChildFailed(answer["error"])
-    return answer["value"]
+def _told() -> str:
+    """The exception that is being handled, in short."""
+    return " | ".join(line.strip() for line in reversed(traceback.format_exc(limit=-3).splitlines()))[:900]
 
 
 ORDERS: dict[str, Callable[..., dict[str, Any]]] = {"deaths": deaths, "errors": errors, "power": power}
 
 
 def _warm_up() -> None:
-    """Load here what every forked process would load again. One thread: a fork has no others."""
+    """Load here what every fork would load again. One thread, and no group of ranks: a fork has neither."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Path(folder), Way())
-        bench.go_on(bench.copy())
+        run = MarkedRun(Path(folder, "one"), named=True, background=True)
+        run.mark(NEW)
+        run.save()
+        run.load()
+        run.accelerator.end_training()
+        bench = Bench(Path(folder), Way(ranks=2, sharded=True))
+        for name in in_child(lambda: bench.go_on(bench.begin) and list(sys.modules), 2):
+            with suppress(ImportError):
+                import_module(name)
+    gc.freeze()  # a collection in a fork would copy all that it looks at
 
 
 def main() -> None:
@@ -306,7 +285,7 @@ def main() -> None:
     for line in sys.stdin:
         order = json.loads(line)
         what, way = order.pop("what"), Way(**order.pop("way"))
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(dir=MEMORY if os.access(MEMORY, os.W_OK) else None) as folder:
             try:
                 answer = ORDERS[what](Bench(Path(folder), way), **order)
             except Exception:  # noqa: BLE001  the test shows it

@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -53,6 +53,15 @@ def read(log: Path) -> list[Step]:
         number, kind, path, other, *numbers = line.split("\t")
         found.append(Step(int(number), kind, path, other, *map(int, numbers)))
     return found
+
+
+def relative(steps: Sequence[Step], folder: Path) -> list[tuple[str, str, str]]:
+    """What the steps do, with paths as seen from `folder`: the same in two folders for the same run."""
+    root = os.path.realpath(folder)
+    return [
+        (step.kind, *(path and os.path.relpath(path, root) for path in (step.path, step.other)))
+        for step in steps
+    ]
 
 
 @contextmanager

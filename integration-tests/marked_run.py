@@ -20,8 +20,7 @@ class MarkedRun:
     """Two models, two optimizers, a schedule, a registered object and the random generators, all set to one mark.
 
     With `named` every save goes over the folder `FOLDER/latest`; else names are automatic, and one checkpoint stays.
-    `generators` is False where ranks are threads, which share them. `sharded`: FSDP2 spreads models and optimizers over the ranks, and each
-    writes its shards.
+    `sharded`: FSDP2 spreads models and optimizers over the ranks, and each writes its shards. `single`: one model and one optimizer.
     """
 
     def __init__(
@@ -31,10 +30,10 @@ class MarkedRun:
         named: bool,
         width: int = 8,
         background: bool = False,
-        generators: bool = True,
         sharded: bool = False,
+        single: bool = False,
     ) -> None:
-        self.named, self.background, self.generators = named, background, generators
+        self.named, self.background = named, background
         self.target = str(folder / "latest") if named else None
         self.accelerator = Accelerator(
             cpu=True,
@@ -49,15 +48,18 @@ class MarkedRun:
         second = nn.Linear(width, 3)
         adam = torch.optim.Adam(first.parameters(), lr=0.0)
         momentum = torch.optim.SGD(second.parameters(), lr=0.0, momentum=0.9)
-        schedule = torch.optim.lr_scheduler.LambdaLR(adam, lambda _: 1.0)
+        schedule = torch.optim.lr_scheduler.LambdaLR(momentum, lambda _: 1.0)
         for optimizer in (adam, momentum):  # its state exists from the first step on
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = torch.zeros_like(parameter)
             optimizer.step()
             optimizer.zero_grad()
-        prepared = self.accelerator.prepare(first, second, adam, momentum, schedule)
-        self.models, self.optimizers, self.schedule = prepared[:2], prepared[2:4], prepared[4]
+        pairs = [(second, momentum)] if single else [(first, adam), (second, momentum)]
+        models, optimizers = zip(*pairs, strict=True)
+        prepared = self.accelerator.prepare(*models, *optimizers, schedule)
+        self.models, self.optimizers = prepared[: len(pairs)], prepared[len(pairs) : -1]
+        self.schedule = prepared[-1]
         self.counter = _Counter()
         self.accelerator.register_for_checkpointing(self.counter)
 
@@ -67,8 +69,7 @@ class MarkedRun:
             for tensor in self._tensors():
                 tensor.fill_(value)
         self.schedule.scheduler.last_epoch = self.counter.value = self.accelerator.step = value
-        if self.generators:
-            self.seed(value)
+        self.seed(value)
 
     def seed(self, value: int) -> None:
         """The random generators become `value`."""
@@ -84,11 +85,10 @@ class MarkedRun:
             "step": {self.accelerator.step},
         }
         value = self.counter.value
-        if self.generators:
-            seed = torch.Generator().manual_seed(self._seed(value))
-            ours = torch.equal(torch.get_rng_state(), seed.get_state())
-            ours = ours and random.getstate() == random.Random(self._seed(value)).getstate()
-            found["generators"] = {value if ours else float("nan")}
+        seed = torch.Generator().manual_seed(self._seed(value))
+        ours = torch.equal(torch.get_rng_state(), seed.get_state())
+        ours = ours and random.getstate() == random.Random(self._seed(value)).getstate()
+        found["generators"] = {value if ours else float("nan")}
         if any(values != {value} for values in found.values()):
             raise ValueError(f"parts of several saves: {found}")
         return value

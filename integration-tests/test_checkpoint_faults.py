@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,6 @@ import pytest
 
 pytestmark = pytest.mark.skipif(file_steps.why_not() is not None, reason=str(file_steps.why_not()))
 HERE = Path(__file__).parent
-CHANGES = ("open", "write", "sync", "rename", "mkdir", "link", "unlink", "rmdir")
 
 
 @pytest.fixture(scope="module")
@@ -70,26 +70,30 @@ WAYS = {
     "after a death between its two renames": {"exchange": False, "died_at": 1},
     "after a death behind its two renames": {"exchange": False, "died_at": 2},
     "automatic names, one stays": {"named": False},
-    "two ranks, automatic names": {"named": False, "ranks": 2},
     "the first of all": {"named": False, "first": True},
     "beside the training": {"background": True},
+    "two ranks, automatic names": {"named": False, "ranks": 2},
+    "two ranks with shards, automatic names": {"named": False, "ranks": 2, "sharded": True},
 }
-EVERY = {
-    "two ranks, automatic names": 3,
-    "beside the training": 2,
-}  # the same steps, elsewhere tried one by one
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_death_before_any_file_operation_leaves_the_old_or_the_new_checkpoint_and_saving_goes_on(
     order, way, capsys
 ):
-    answer = order("deaths", WAYS[way], every=EVERY.get(way, 1))
+    answer = order("deaths", WAYS[way])
     _judge(answer, f"deaths, {way}", capsys)
     if "died_at" not in WAYS[way]:
-        assert answer["steps"] > 40, "the trace is too short to be that of a save"
+        assert answer["deaths"] == answer["steps"] > 40, "the trace is too short to be that of a save"
         assert answer["old"] > 0
         assert answer["new"] > 0
+
+
+def test_a_save_that_deletes_the_old_checkpoint_first_is_found_out(order):
+    answer = order("deaths", {"careless": True})
+    assert answer["lost"] > 5
+    assert len(answer["bad"]) >= answer["lost"]
+    assert all("found {None}" in said for said in answer["bad"] if "there had been" in said)
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if "ranks" not in WAYS[way]])
@@ -100,23 +104,59 @@ def test_a_power_loss_after_any_file_operation_leaves_the_old_or_the_new_checkpo
     assert answer["new"] > 0
 
 
+ERRORS = {
+    errno.ENOSPC: ("open", "write", "sync", "rename", "mkdir", "link"),
+    errno.EIO: ("open", "write", "sync", "rename", "mkdir", "link", "unlink", "rmdir"),
+    errno.EACCES: ("open", "rename", "mkdir", "link", "unlink", "rmdir"),
+}
+EACH_STEP_ONCE = {
+    errno.ENOSPC: ("open", "write", "mkdir", "link"),
+    errno.EIO: ("sync", "unlink", "rmdir"),
+    errno.EACCES: ("rename",),
+}
+
+
 @pytest.mark.parametrize(
-    ("number", "way", "kinds"),
+    ("way", "kinds"),
     [
-        (errno.ENOSPC, "over one name", ("open", "write", "sync", "rename", "mkdir", "link")),
-        (errno.EIO, "automatic names, one stays", CHANGES),
-        (errno.EIO, "over one name without an exchange", ("rename",)),
-        (errno.EACCES, "over one name", ("mkdir", "rename", "link")),
-        (errno.ENOSPC, "beside the training", ("open", "write", "mkdir", "rename")),
+        ("over one name", ERRORS),
+        ("over one name without an exchange", {errno.EIO: ("rename",), errno.EACCES: ("rename",)}),
+        ("automatic names, one stays", ERRORS),
+        ("the first of all", ERRORS),
+        ("beside the training", ERRORS),
+        ("two ranks, automatic names", ERRORS),
+        ("two ranks with shards, automatic names", EACH_STEP_ONCE),
     ],
-    ids=["disk full", "input/output error", "error in two renames", "permission", "disk full, background"],
 )
-def test_an_error_of_any_file_operation_names_the_folder_and_the_next_save_works(
-    order, number, way, kinds, capsys
-):
-    answer = order("errors", WAYS[way], number=number, kinds=kinds)
-    _judge(answer, f"{os.strerror(number)}, {way}", capsys)
+def test_an_error_of_any_file_operation_names_the_folder_and_the_next_save_works(order, way, kinds, capsys):
+    answer = order("errors", WAYS[way], kinds=kinds)
+    _judge(answer, f"{', '.join(errno.errorcode[number] for number in kinds)}, {way}", capsys)
     assert answer["raised"] > answer["steps"] / 2
+
+
+MOVES = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+from file_steps import watching
+with watching(sys.argv[2], die_at=int(sys.argv[3])):
+    os.chdir(sys.argv[2])
+    os.mkdir("folder")
+    with open("folder/old", "w") as file:
+        file.write("text")
+    os.rename("folder/old", "folder/new")
+"""
+LEFT = [{}, {"folder": None}, {"folder": None, "folder/old": ""}, {"folder": None, "folder/old": "text"}]
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
+def test_the_process_is_killed_before_the_very_step_that_was_named(library, tmp_path, number):
+    command = [sys.executable, "-c", MOVES, str(HERE), str(tmp_path), str(number)]
+    ran = subprocess.run(command, capture_output=True, text=True, env=_environ(library), timeout=60)
+    assert ran.returncode == -signal.SIGKILL, ran.stderr
+    assert {
+        path.relative_to(tmp_path).as_posix(): path.read_text() if path.is_file() else None
+        for path in tmp_path.rglob("*")
+    } == LEFT[number - 1]
 
 
 TRACED = """

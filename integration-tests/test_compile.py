@@ -1,7 +1,8 @@
-"""torch.compile through an Accelerator: how many graphs it makes, with every precision, under DDP, and what is left of it in names and files."""
+"""torch.compile through an Accelerator: how many graphs it makes, with every precision and strategy, and what is left of it in names and files."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from torch._dynamo.utils import counters
 from acc_ops.optional import is_available
 from acc_ops.regions import has_compiled_regions, is_compiled_module
 from acc_ops.testing import run_processes
+from acc_plugins import FullyShardedDataParallelPlugin, ParallelismConfig
 from acc_plugins.options.compile import TorchDynamoPlugin
+from acc_plugins.parallel import set_plan
 from acc_trainer import Accelerator
 from acc_trainer.state import AcceleratorState
 
@@ -62,14 +65,14 @@ def forget() -> None:
     AcceleratorState._reset_state(True)
 
 
-def accelerator_for(how: str, precision: str = "no") -> Accelerator:
+def accelerator_for(how: str, precision: str = "no", **options: Any) -> Accelerator:
     regional = HOW[how]
     plugin = TorchDynamoPlugin(
         backend="NO" if regional is None else "EAGER",  # text is read
         use_regional_compilation=regional,
     )
     return Accelerator(
-        cpu=True, mixed_precision=precision, gradient_accumulation_steps=2, dynamo_plugin=plugin
+        cpu=True, mixed_precision=precision, gradient_accumulation_steps=2, dynamo_plugin=plugin, **options
     )
 
 
@@ -143,32 +146,114 @@ def test_what_the_user_compiled_is_not_compiled_again() -> None:
     assert accelerator.prepare(mine) is mine
 
 
-def under_ddp() -> dict[str, tuple[list[float], int, bool, bool]]:
-    found = {}
-    for how in HOW:
-        accelerator = accelerator_for(how)
-        own, model, _, losses = trained(accelerator)
-        weights = accelerator.gather(own.last.weight.detach()[None])
-        found[how] = (
-            losses,
-            compiled()[0],
-            torch.equal(weights[0], weights[1]),
-            accelerator.unwrap_model(model, keep_torch_compile=False) is own,
+STRATEGIES = ("ddp", "fsdp1", "fsdp2", "tp")
+# two graphs besides that of the block: the first layer's and the last one's, which torch leaves alone where it compiles in place
+BESIDES = {"ddp": 2, "fsdp1": 0, "fsdp2": 0, "tp": 2}
+
+
+def options_of(strategy: str) -> dict[str, Any]:
+    if strategy.startswith("fsdp"):
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=int(strategy[-1]),
+            use_orig_params=True if strategy == "fsdp1" else None,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["Block"],
+            state_dict_type="FULL_STATE_DICT",
         )
-        torch._dynamo.reset()
-        counters.clear()
-        AcceleratorState._reset_state()
+        return {"fsdp_plugin": plugin}
+    return {"parallelism_config": ParallelismConfig(tp_size=2)} if strategy == "tp" else {}
+
+
+def a_life(strategy: str, how: str, folder: Path) -> tuple[list[float], list[int]]:
+    """A run with all that could compile anew: its losses, and how many graphs there are after each part of it."""
+    accelerator = accelerator_for("eager" if how == "by hand" else how, **options_of(strategy))
+    own = Deep()
+    if strategy == "tp":
+        set_plan(own, {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})
+    if how == "by hand":
+        for block in own.blocks:
+            block.compile(backend="eager")
+    model, optimizer = accelerator.prepare(own, torch.optim.SGD(own.parameters(), lr=0.05))
+    generator = torch.Generator().manual_seed(0 if strategy == "tp" else accelerator.process_index)
+    losses, graphs = [], []
+
+    def train(*rows: int) -> None:
+        for count in rows:
+            with accelerator.accumulate(model):
+                loss = model(torch.randn(count, 8, generator=generator)).square().mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+        graphs.append(compiled()[0])
+
+    train(4, 4, 4, 4)
+    train(6, 6, 7, 5)  # sizes that change: one graph for all of them
+    model.eval()
+    with torch.no_grad():
+        model(torch.randn(4, 8))
+    model.train()
+    train(4, 4)
+    assert accelerator.prepare(model) is model
+    accelerator.save_state(str(folder))
+    accelerator.load_state(str(folder))
+    train(4, 4)
+    state = accelerator.get_state_dict(model)
+    assert not accelerator.is_main_process or list(state) == list(Deep().state_dict())
+    assert accelerator.unwrap_model(model, keep_torch_compile=False) is own
+    return losses, graphs
+
+
+def lives(strategies: tuple[str, ...], folder: Path) -> dict[str, dict[str, tuple[list[float], list[int]]]]:
+    found: dict[str, dict[str, tuple[list[float], list[int]]]] = {}
+    for strategy in strategies:
+        for how in (*HOW, "by hand"):
+            found.setdefault(strategy, {})[how] = a_life(strategy, how, folder / strategy / how)
+            torch._dynamo.reset()
+            counters.clear()
+            AcceleratorState._reset_state()
     return found
 
 
-def test_ddp_synchronises_a_compiled_model_as_another() -> None:
-    for found in run_processes(2, under_ddp):
-        assert {how: graphs for how, (_, graphs, _, _) in found.items()} == {
-            "eager": 0,
-            "whole": 1,
-            "regional": 3,
-        }
-        for losses, _, same_weights, is_own in found.values():
-            torch.testing.assert_close(losses, found["eager"][0])
-            assert same_weights
-            assert is_own
+def in_two_processes(folder: Path) -> dict[str, Any]:
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())
+    logging.getLogger("acc_trainer.preparing").addHandler(handler)
+    flat = FullyShardedDataParallelPlugin(fsdp_version=1, use_orig_params=False)
+    accelerator_for("regional", fsdp_plugin=flat).prepare(Deep())
+    AcceleratorState._reset_state()
+    return {"said": " ".join(heard), **lives(STRATEGIES, folder)}
+
+
+def check_lives(found: dict[str, tuple[list[float], list[int]]], besides: int) -> None:
+    eager, _ = found["eager"]
+    for losses, _ in found.values():
+        torch.testing.assert_close(losses, eager)
+    by_hand = found["by hand"][1]
+    assert by_hand == [1, 2, 3, 3]  # the block: for one size, for any, without gradients
+    assert found["regional"][1] == [(1 + besides) * graphs for graphs in by_hand]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_twelve_blocks_are_one_graph_under_every_strategy(
+    lives_of_two: list[dict[str, Any]], strategy: str
+) -> None:
+    for found in lives_of_two:
+        check_lives(found[strategy], BESIDES[strategy])
+
+
+@pytest.fixture(scope="module")
+def lives_of_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_processes(2, in_two_processes, tmp_path_factory.mktemp("compiled"), timeout_s=300)
+
+
+def test_twelve_blocks_are_one_graph_in_one_process(tmp_path: Path) -> None:
+    check_lives(lives(("single",), tmp_path)["single"], 2)
+
+
+def test_a_model_that_torch_does_not_look_into_is_said_not_to_be_compiled(
+    lives_of_two: list[dict[str, Any]],
+) -> None:
+    for found in lives_of_two:
+        assert "use_orig_params=False" in found["said"]

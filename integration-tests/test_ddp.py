@@ -268,7 +268,11 @@ def _mixed_dtypes_and_every_other_option() -> None:
 def _bf16_hook_on_gloo() -> None:
     options = DistributedDataParallelKwargs(comm_hook="bf16")
     strategy = choose_strategy(current_world(), Precision(), ddp_options=options)
-    with pytest.raises(ValueError, match=r"comm_hook=bf16 cannot be used here.*NCCL"):
+    with pytest.raises(ValueError, match=r"comm_hook=bf16 cannot be used here.*NCCL.*Use fp16"):
+        strategy.prepare(Bundle(models=[nn.Linear(1, 1)]))
+    around = DistributedDataParallelKwargs(comm_hook="fp16", comm_wrapper="bf16")
+    strategy = choose_strategy(current_world(), Precision(), ddp_options=around)
+    with pytest.raises(ValueError, match=r"comm_wrapper=bf16 cannot be used here.*Use fp16"):
         strategy.prepare(Bundle(models=[nn.Linear(1, 1)]))
 
 

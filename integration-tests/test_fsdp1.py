@@ -1,121 +1,31 @@
-"""FSDP, version 1, on real gloo processes: the strategy contract in its forms, and what only this engine does."""
+"""FSDP, version 1, on real gloo processes: what only this engine does."""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
+from sharded import fsdp1, raises_everywhere
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
-from acc_ops.testing import RankFailed, run_processes, run_threads
-from acc_ops.world import World, current_world
+from acc_ops.testing import run_processes
+from acc_ops.world import current_world
 from acc_plugins.options.fsdp import FullyShardedDataParallelPlugin
 from acc_plugins.options.kwargs import GradScalerKwargs
 from acc_plugins.precisions.precision import Precision
 from acc_plugins.states.names import plain_name
-from acc_plugins.strategies.ddp import DDPStrategy
 from acc_plugins.strategies.fsdp1 import FSDP1Strategy
 from acc_plugins.strategies.registry import choose_precision
-from acc_plugins.strategies.strategy import Bundle, Strategy
-from acc_plugins.support import UnsupportedError
-from acc_plugins.testing import StrategyContract
-
-
-def _strategy(precision: Precision | None = None, **options: Any) -> FSDP1Strategy:
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=1, **options)
-    return FSDP1Strategy(current_world(), precision or Precision(), plugin)
-
-
-class FlatContract(StrategyContract):
-    """One flat parameter for the whole model, in the optimizer too."""
-
-    size = 2
-    shows_local_gradients = False
-    whole_files = False
-    options: ClassVar[dict[str, Any]] = {}
-
-    def make_strategy(self, world: World, precision: Precision) -> Strategy:
-        return _strategy(precision, **self.options)
-
-    def whole_gradients(self, strategy: Strategy, model: nn.Module) -> dict[str, Tensor]:
-        """From the flat gradients of all ranks, which lie one after the other, with room at the end."""
-        found: dict[str, Tensor] = {}
-        for name, unit in model.named_modules():
-            if not isinstance(unit, FullyShardedDataParallel) or unit._handle is None:
-                continue
-            flat = unit._handle.flat_param
-            whole = strategy.world.comm.all_gather(flat.grad).reshape(-1)
-            pieces = whole[: sum(flat._numels)].split(list(flat._numels))
-            for inner, shape, piece in zip(flat._fqns, flat._shapes, pieces, strict=True):
-                found[plain_name(f"{name}.{inner}".lstrip("."))] = piece.view(shape)
-        order = [plain_name(name) for name, _ in self.model().named_parameters()]
-        return {name: found[name] for name in order}
-
-
-class BlocksContract(FlatContract):
-    """A flat parameter for each linear layer, the originals in the optimizer."""
-
-    options: ClassVar[dict[str, Any]] = {
-        "use_orig_params": True,
-        "auto_wrap_policy": "transformer_based_wrap",
-        "transformer_cls_names_to_wrap": ["Linear"],
-        "sharding_strategy": "SHARD_GRAD_OP",
-        "activation_checkpointing": True,
-        "state_dict_type": "SHARDED_STATE_DICT",
-    }
-
-    def whole_gradients(self, strategy: Strategy, model: nn.Module) -> dict[str, Tensor]:
-        with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
-            named = strategy.unwrap(model).named_parameters()
-            return {plain_name(name): p.grad.clone() for name, p in named if p.grad is not None}
-
-
-class WholeContract(BlocksContract):
-    """Nothing sharded."""
-
-    options: ClassVar[dict[str, Any]] = {"use_orig_params": True, "sharding_strategy": "NO_SHARD"}
-
-
-class HybridContract(BlocksContract):
-    """Shards within a node of two ranks, copies between the two nodes."""
-
-    size = 4
-    precisions = ("fp16",)
-    options: ClassVar[dict[str, Any]] = {
-        "use_orig_params": True,
-        "sharding_strategy": "HYBRID_SHARD",
-        "auto_wrap_policy": "size_based_wrap",
-        "min_num_params": 100,
-    }
-
-    def make_strategy(self, world: World, precision: Precision) -> Strategy:
-        node = dataclasses.replace(world, local_size=2, local_rank=world.rank % 2)
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=1, **self.options)
-        return FSDP1Strategy(node, precision, plugin)
-
-
-def _contracts(contracts: list[type[StrategyContract]], folder: str) -> list[str]:
-    return [name for contract in contracts for name in contract().run_on_this_rank(folder)]
+from acc_plugins.strategies.strategy import Bundle
 
 
 def _run_all(functions: list[Callable[[], None]]) -> None:
     for function in functions:
         function()
-
-
-@pytest.mark.parametrize("contracts", [[FlatContract, BlocksContract, WholeContract], [HybridContract]])
-def test_fsdp1_keeps_the_strategy_contract(contracts: list[type[StrategyContract]], tmp_path: Any) -> None:
-    pytest.importorskip("numpy", reason="torch 2.6 gathers optimizer states through it")
-    size = contracts[0].size
-    ran, *_ = run_processes(size, _contracts, contracts, str(tmp_path), timeout_s=250)
-    assert len(ran) == len(contracts) * len(
-        [name for name in dir(StrategyContract) if name.startswith("test_")]
-    )
 
 
 class _Block(nn.Module):
@@ -147,21 +57,13 @@ def _sgd(groups: Any, **options: Any) -> Any:
     return torch.optim.SGD(groups, lr=0.1, **options)
 
 
-def _raises(error: type[Exception], match: str, function: Callable[[], object]) -> None:
-    """On every rank the same error, and nobody waits."""
-    with pytest.raises(error, match=match) as caught:
-        function()
-    told = current_world().comm.all_gather_object(str(caught.value))
-    assert len(set(told)) == 1, told
-
-
 def _groups_of_an_optimizer() -> None:
     for orig in (False, True):
         model = _net()
         same = _sgd(
             [{"params": model[0].parameters()}, {"params": [*model[1].parameters(), *model[2].parameters()]}]
         )
-        strategy = _strategy(use_orig_params=orig)
+        strategy = fsdp1(use_orig_params=orig)
         (wrapped,) = strategy.prepare(Bundle(models=[model], optimizers=[same])).models
         shown = [len(group["params"]) for group in same.param_groups]
         assert shown == ([2, 4] if orig else [1, 0])
@@ -176,12 +78,12 @@ def _groups_of_an_optimizer() -> None:
         if settings is not None:
             groups.append({"params": model[2].parameters(), "lr": settings})
         bundle = Bundle(models=[model], optimizers=[_sgd(groups)])
-        _raises(
-            ValueError, rf"{word}.*use_orig_params=True", lambda bundle=bundle: _strategy().prepare(bundle)
+        raises_everywhere(
+            ValueError, rf"{word}.*use_orig_params=True", lambda bundle=bundle: fsdp1().prepare(bundle)
         )
     model = _net()
     optimizer = _sgd([{"params": model[0].parameters()}, {"params": model[1:].parameters(), "lr": 0.0}])
-    strategy = _strategy(use_orig_params=True)
+    strategy = fsdp1(use_orig_params=True)
     (wrapped,) = strategy.prepare(Bundle(models=[model], optimizers=[optimizer])).models
     start = _net().state_dict()
     strategy.backward(wrapped(_x()).sum())
@@ -200,14 +102,16 @@ def _state_before_prepare_is_refused() -> None:
         model(_x()).sum().backward()
         optimizer.step()
         bundle = Bundle(models=[model], optimizers=[optimizer])
-        strategy = _strategy(use_orig_params=orig)
-        _raises(ValueError, "has state for 0.inner.weight", lambda s=strategy, b=bundle: s.prepare(b))
+        strategy = fsdp1(use_orig_params=orig)
+        raises_everywhere(
+            ValueError, "has state for 0.inner.weight", lambda s=strategy, b=bundle: s.prepare(b)
+        )
 
 
 def _checkpointing_computes_blocks_again_and_changes_nothing() -> None:
     gradients, calls = [], []
     for again in (False, True):
-        strategy = _strategy(
+        strategy = fsdp1(
             use_orig_params=True,
             auto_wrap_policy="transformer_based_wrap",
             transformer_cls_names_to_wrap=["_Block"],
@@ -229,7 +133,7 @@ def _ignored_modules_stay_whole_and_are_averaged() -> None:
     for said in ("list", r"1|2"):
         model = _net()
         ignored = [model[1], model[2], nn.Linear(1, 1)] if said == "list" else said
-        strategy = _strategy(ignored_modules=ignored)
+        strategy = fsdp1(ignored_modules=ignored)
         optimizer = _sgd(model.parameters())
         (wrapped,) = strategy.prepare(Bundle(models=[model], optimizers=[optimizer])).models
         whole = model[1].inner.weight
@@ -255,7 +159,7 @@ def _meta_starts() -> None:
     with torch.device("meta" if rank else "cpu"):
         model = _net()
     model[1].inner.weight = model[0].inner.weight  # tied
-    strategy = _strategy(cpu_ram_efficient_loading=True, sync_module_states=True, use_orig_params=True)
+    strategy = fsdp1(cpu_ram_efficient_loading=True, sync_module_states=True, use_orig_params=True)
     optimizer: Any = torch.optim.Adagrad(model.parameters())  # which makes its state at once, on meta too
     (wrapped,) = strategy.prepare(Bundle(models=[model], optimizers=[optimizer])).models
     with FullyShardedDataParallel.summon_full_params(wrapped):
@@ -267,10 +171,10 @@ def _meta_starts() -> None:
         assert not torch.equal(model[0].inner.weight, expected[0].inner.weight)
     with torch.device("meta"):
         empty = _net()
-    _raises(
+    raises_everywhere(
         ValueError,
         "0.inner.weight.*on the meta device on rank 0, too",
-        lambda: _strategy().prepare(Bundle(models=[empty])),
+        lambda: fsdp1().prepare(Bundle(models=[empty])),
     )
 
     def ones(module: nn.Module) -> None:
@@ -278,7 +182,7 @@ def _meta_starts() -> None:
         for p in module.parameters(recurse=False):
             nn.init.constant_(p, 1.0 + rank)
 
-    strategy = _strategy(param_init_fn=ones)
+    strategy = fsdp1(param_init_fn=ones)
     (wrapped,) = strategy.prepare(Bundle(models=[empty])).models
     with FullyShardedDataParallel.summon_full_params(wrapped):
         assert all((p == 1).all() for p in wrapped.parameters())  # rank 0's on both
@@ -286,7 +190,7 @@ def _meta_starts() -> None:
 
 def _clips_over_several_models() -> None:
     for orig in (False, True):
-        strategy = _strategy(use_orig_params=orig)
+        strategy = fsdp1(use_orig_params=orig)
         models = [_net(0), _net(1)]
         first, second = strategy.prepare(
             Bundle(models=list(models), optimizers=[_sgd(m.parameters()) for m in models])
@@ -320,7 +224,7 @@ def _mixed_precision() -> None:
 
     for dtype in (torch.bfloat16, torch.float16):
         name = "bf16" if dtype is torch.bfloat16 else "fp16"
-        strategy = _strategy(choose_precision(name, "cpu"), mixed_precision_policy=name, use_orig_params=True)
+        strategy = fsdp1(choose_precision(name, "cpu"), mixed_precision_policy=name, use_orig_params=True)
         model = nn.Sequential(Spy(4, 4), nn.Linear(4, 1)).to(dtype)  # its own weights in few bits
         logger, records = logging.getLogger("acc_plugins.strategies.fsdp1"), []
         handler = logging.Handler()
@@ -341,7 +245,7 @@ def _mixed_precision() -> None:
 
 def _a_rank_without_a_shard_skips_with_the_others() -> None:
     precision = choose_precision("fp16", "cpu", scaler_options=GradScalerKwargs(init_scale=16.0))
-    strategy = _strategy(precision, use_orig_params=True)
+    strategy = fsdp1(precision, use_orig_params=True)
     model = nn.Linear(1, 1, bias=False)  # one number for two ranks
     optimizer = _sgd(model.parameters())
     (wrapped,) = strategy.prepare(Bundle(models=[model], optimizers=[optimizer])).models
@@ -358,7 +262,7 @@ def _frozen_parameters() -> None:
     model = _net()
     model[0].requires_grad_(False)
     optimizer = _sgd([p for p in model.parameters() if p.requires_grad])
-    strategy = _strategy(use_orig_params=True)
+    strategy = fsdp1(use_orig_params=True)
     (wrapped,) = strategy.prepare(Bundle(models=[model], optimizers=[optimizer])).models
     strategy.backward(wrapped(_x()).sum())
     strategy.step(optimizer)
@@ -384,94 +288,20 @@ def _one_plugin_serves_models_with_other_blocks() -> None:
     assert strategy.prepare(Bundle(models=list(made))).models == made  # as they are
 
 
-def _what_cannot_be_is_refused_on_every_rank() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import distribute_tensor
-
-    _raises(UnsupportedError, "in CPU memory already: leave cpu_offload", lambda: _strategy(cpu_offload=True))
-    _raises(UnsupportedError, "use SHARDED_STATE_DICT", lambda: _strategy(state_dict_type="LOCAL_STATE_DICT"))
-    rank = current_world().rank
-    _raises(
-        ValueError,
-        r"rank 0 has \('weight', \(2, 2\)",
-        lambda: _strategy().prepare(Bundle(models=[nn.Linear(2, 2 + rank)])),
-    )
-    split = nn.Linear(2, 2)
-    split.weight = nn.Parameter(distribute_tensor(split.weight.detach(), init_device_mesh("cpu", (2,))))
-    _raises(
-        ValueError,
-        "weight of Linear is split already.*fsdp_version=2",
-        lambda: _strategy().prepare(Bundle(models=[split])),
-    )
-    hybrid = FullyShardedDataParallelPlugin(fsdp_version=1, sharding_strategy="HYBRID_SHARD")
-    uneven = dataclasses.replace(current_world(), local_size=1 + rank, local_rank=0)
-    _raises(
-        ValueError, r"nodes of \[1, 2\] among 2 ranks", lambda: FSDP1Strategy(uneven, Precision(), hybrid)
-    )
-    version_2 = FullyShardedDataParallelPlugin(fsdp_version=2)
-    _raises(
-        ValueError, "needs fsdp_version=1", lambda: FSDP1Strategy(current_world(), Precision(), version_2)
-    )
-
-
-def _ranks_that_disagree_are_refused_before_anything_is_sent() -> None:
-    rank = current_world().rank
-    for mine, word in (
-        ({"use_orig_params": bool(rank)}, "use_orig_params is False on rank 0 and True on rank 1"),
-        (
-            {"sharding_strategy": ("SHARD_GRAD_OP", "HYBRID_SHARD")[rank]},
-            "sharding_strategy is SHARD_GRAD_OP",
-        ),
-        (
-            {"ignored_modules": "2" if rank else "1"},
-            r"treat Sequential differently: \('1', 'ignored'\) on rank 0",
-        ),
-        ({"auto_wrap_policy": _takes_a_module_alone if rank else None}, "no '0' on rank 0"),
-    ):
-        _raises(ValueError, word, lambda mine=mine: _strategy(**mine).prepare(Bundle(models=[_net()])))
-    half = _net()
-    half[2].requires_grad_(rank == 0)
-    _raises(ValueError, "'trained'.*'frozen'", lambda: _strategy().prepare(Bundle(models=[half])))
-    other = FSDP1Strategy if rank else DDPStrategy
-    plugin = (FullyShardedDataParallelPlugin(fsdp_version=1),) if rank else ()
-    strategy = other(current_world(), Precision(), *plugin)
-    _raises(
-        ValueError,
-        "the strategy is ddp on rank 0 and fsdp1 on rank 1",
-        lambda: strategy.prepare(Bundle(models=[_net()])),
-    )
-
-
 def _takes_a_module_alone(module: nn.Module) -> bool:
     return isinstance(module, _Block)
 
 
 def _a_policy_may_take_the_module_alone() -> None:
-    strategy = _strategy(use_orig_params=True, auto_wrap_policy=_takes_a_module_alone)
+    strategy = fsdp1(use_orig_params=True, auto_wrap_policy=_takes_a_module_alone)
     (wrapped,) = strategy.prepare(Bundle(models=[_net()])).models
     assert len(FullyShardedDataParallel.fsdp_modules(wrapped)) == 3
-
-
-def _what_pieces_cannot_be_is_refused() -> None:
-    model = _net()
-    lbfgs = torch.optim.LBFGS(model.parameters())
-    _raises(
-        ValueError,
-        "LBFGS .*fsdp_version=2",
-        lambda: _strategy().prepare(Bundle(models=[model], optimizers=[lbfgs])),
-    )
-    complex_one = nn.ParameterDict({"c": nn.Parameter(torch.ones(2, dtype=torch.complex64))})
-    _raises(
-        ValueError,
-        "c of ParameterDict holds numbers of torch.complex64",
-        lambda: _strategy().prepare(Bundle(models=[complex_one])),
-    )
 
 
 def _ignored_modules_may_be_unfrozen_later() -> None:
     model, reference = _net(), _net()
     model[2].requires_grad_(False)
-    strategy = _strategy(use_orig_params=True, ignored_modules="2")
+    strategy = fsdp1(use_orig_params=True, ignored_modules="2")
     (wrapped,) = strategy.prepare(Bundle(models=[model])).models
     model[2].requires_grad_(True)
     strategy.backward(wrapped(_x()).square().mean())
@@ -483,7 +313,7 @@ def _ignored_modules_may_be_unfrozen_later() -> None:
 
 def _running_statistics_are_rank_0_s() -> None:
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
-    strategy = _strategy(use_orig_params=True)
+    strategy = fsdp1(use_orig_params=True)
     (wrapped,) = strategy.prepare(Bundle(models=[model])).models
     with strategy.without_sync(wrapped):
         strategy.backward(wrapped(_x()).sum())
@@ -508,28 +338,8 @@ def test_what_only_fsdp1_does() -> None:
             _a_rank_without_a_shard_skips_with_the_others,
             _frozen_parameters,
             _one_plugin_serves_models_with_other_blocks,
-            _what_cannot_be_is_refused_on_every_rank,
-            _ranks_that_disagree_are_refused_before_anything_is_sent,
             _a_policy_may_take_the_module_alone,
-            _what_pieces_cannot_be_is_refused,
             _ignored_modules_may_be_unfrozen_later,
             _running_statistics_are_rank_0_s,
         ],
     )
-
-
-def test_ranks_that_are_threads_are_told_what_to_use() -> None:
-    with pytest.raises(ValueError, match=r"speaks through ThreadComm: use ReplicatedStrategy"):
-        run_threads(2, _strategy)
-
-
-def _wait_for_a_model_that_one_rank_lacks() -> None:
-    world = current_world()
-    if world.rank == 1:
-        raise RuntimeError("no model here")
-    _strategy().prepare(Bundle(models=[_net()]))
-
-
-def test_a_rank_that_fails_before_prepare_is_named_and_nobody_hangs() -> None:
-    with pytest.raises(RankFailed, match="no model here"):
-        run_processes(2, _wait_for_a_model_that_one_rank_lacks, timeout_s=60)

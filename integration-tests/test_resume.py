@@ -6,11 +6,14 @@ import os
 import random
 import signal
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from drawn_together import check_on_every_rank, drawn
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
@@ -49,8 +52,30 @@ class Net(nn.Module):
         return out
 
 
-def _train(folder: str, save_every: int = 0, die_at: int = 0, die: int = 0) -> list[Any]:
-    """Train from the newest checkpoint in `folder`; rank `die` is killed at step `die_at`. The samples this rank saw, and the weights."""
+@dataclass(frozen=True)
+class Life:
+    """A run that saves every so many steps, and comes to its end some steps behind a save: which step, and which rank is killed."""
+
+    save_every: int
+    further: int
+    rank: int
+
+    @property
+    def last(self) -> int:
+        return self.save_every + self.further
+
+    @property
+    def saved(self) -> int:
+        """The step of the newest checkpoint: in the last step nothing is saved."""
+        return (self.last - 1) // self.save_every * self.save_every
+
+
+# steps 5 a rank and epoch, of 15: in the first two epochs, at their ends, inside a window or behind it
+LIVES = st.builds(Life, save_every=st.integers(1, 4), further=st.integers(1, 6), rank=st.integers(0, 2))
+
+
+def _train(folder: str, save_every: int = 0, leave_at: int = 0, killed: int | None = None) -> list[Any]:
+    """Train from the newest checkpoint in `folder`, at most to step `leave_at`, at which rank `killed` dies. The samples this rank saw, and the weights."""
     torch.set_num_threads(1)
     set_seed(3, device_specific=True)
     accelerator = Accelerator(
@@ -78,8 +103,12 @@ def _train(folder: str, save_every: int = 0, die_at: int = 0, die: int = 0) -> l
                 optimizer.zero_grad()
             rows = len(batch) - train.position.padding
             seen.append([accelerator.step, epoch, batch[:rows, 0].tolist()])
-            if accelerator.step == die_at and accelerator.process_index == die:
-                os.kill(os.getpid(), signal.SIGKILL)
+            if accelerator.step == leave_at:
+                if killed == accelerator.process_index:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if killed is None:
+                    accelerator.end_training()
+                    return []
             if save_every and accelerator.step % save_every == 0:
                 accelerator.save_state()
     weights = [parameter.tolist() for parameter in net.parameters()]
@@ -89,9 +118,24 @@ def _train(folder: str, save_every: int = 0, die_at: int = 0, die: int = 0) -> l
     return [seen, weights, moments, random_numbers]
 
 
-def _whole_then_killed(folder: str, save_every: int, die_at: int, die: int) -> None:
-    torch.save(_train(f"{folder}/whole"), f"{folder}/whole_{current_world().rank}.pt")
-    _train(f"{folder}/killed", save_every, die_at, die)
+def _whole_then_left_then_killed(folder: str, life: Life) -> None:
+    whole = _train(f"{folder}/whole")
+    torch.save(whole, f"{folder}/whole_{current_world().rank}.pt")
+    lives: list[Life] = []
+
+    def left(life: Life) -> None:
+        lives.append(life)
+        home = f"{folder}/left_{len(lives)}"
+        _train(home, life.save_every, life.last)
+        _assert_same(_train(home, life.save_every), whole, life)
+
+    check_on_every_rank(left, LIVES, number=3)
+    _train(f"{folder}/killed", life.save_every, life.last, life.rank)
+
+
+def _assert_same(resumed: list[Any], whole: list[Any], life: Life) -> None:
+    assert resumed[0] == [one for one in whole[0] if one[0] > life.saved], f"other samples, {life}"
+    assert resumed[1:] == whole[1:], f"other weights, moments or random numbers, {life}"
 
 
 def _resumed_then_others(folder: str) -> tuple[list[Any], list[Any], list[str]]:
@@ -107,11 +151,11 @@ def _rows(seen: list[Any], epoch: int) -> list[float]:
 
 
 def test_three_processes_killed_in_the_middle_are_the_run_that_never_died(tmp_path: Path) -> None:
-    # steps 5 a rank and epoch; killed in the second epoch, inside a window, with the newest checkpoint some steps behind
+    life = drawn(LIVES, 5)[-1]  # one kill costs a group of processes
     with pytest.raises(RankFailed, match=r"exit code -9|raised"):
-        run_processes(3, _whole_then_killed, str(tmp_path), 3, 8, 1)
+        run_processes(3, _whole_then_left_then_killed, str(tmp_path), life)
     before = {path.name for path in tmp_path.glob("killed/checkpoints/*")}
-    assert "checkpoint_1" in before, before
+    assert f"checkpoint_{life.saved // life.save_every - 1}" in before, (before, life)
 
     # one process reads the first part of an epoch, whose order it drew from torch's generator
     def alone() -> list[Any]:
@@ -140,11 +184,9 @@ def test_three_processes_killed_in_the_middle_are_the_run_that_never_died(tmp_pa
 
     (first,) = run_threads(1, alone)
     results = run_processes(3, _resumed_then_others, str(tmp_path))
-    saved_at = 6
     for rank, (resumed, _, _) in enumerate(results):
         whole = torch.load(tmp_path / f"whole_{rank}.pt")
-        assert [one for one in whole[0] if one[0] > saved_at] == resumed[0]
-        assert whole[1:] == resumed[1:]
+        _assert_same(resumed, whole, life)
 
     rest = [row for _, (seen, *_), _ in results for row in _rows(seen, 0)]
     assert sorted(first + rest) == list(range(SIZE))

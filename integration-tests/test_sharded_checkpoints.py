@@ -157,10 +157,12 @@ class Run:
         return written
 
     def load(self, folder: Path) -> Run:
-        self.strategy.check_model(folder, "model")
-        self.strategy.check_optimizer(folder, "optimizer")
-        self.strategy.load_model(self.model, folder, "model")
-        self.strategy.load_optimizer(self.optimizer, folder, "optimizer")
+        loads = [
+            self.strategy.open_model(self.model, folder, "model"),
+            self.strategy.open_optimizer(self.optimizer, folder, "optimizer"),
+        ]
+        for load in loads:
+            load()
         return self
 
 
@@ -249,7 +251,7 @@ def _errors_come_before_anything_is_changed(home: Path) -> None:
         with pytest.raises(ValueError, match="groups"):
             run.strategy.load_optimizer(run.optimizer, home / "adamw in two groups" / "fsdp2", "optimizer")
         with pytest.raises(FileNotFoundError, match="no weights called 'model_3'"):
-            run.strategy.check_model(folder, "model_3")
+            run.strategy.open_model(made, folder, "model_3")
 
 
 def _copies_of_a_state_are_written_later(home: Path) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-import random
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from drawn_together import check_on_every_rank
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -21,6 +24,7 @@ from acc_plugins.options.accumulation import GradientAccumulationPlugin
 from acc_plugins.options.kwargs import DistributedDataParallelKwargs
 from acc_plugins.parallel import set_plan
 from acc_trainer.accelerator import Accelerator
+from acc_trainer.checkpoint import CheckpointError, meeting
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="gloo processes")
 EPOCHS, SIZE, WINDOW = 2, 26, 3
@@ -155,30 +159,56 @@ def local(tensor: Any) -> Tensor:
     return part.detach()
 
 
-def _same_runs(every: dict[str, Options], home: str, draws: int) -> None:
-    """Each configuration, saved and left at drawn steps, twice in a row, now blocking and now in the background."""
-    chance = random.Random(len(every))
+@dataclass(frozen=True)
+class Plan:
+    """At which steps a run is saved, left some steps later, and resumed; whether it waits for each save."""
+
+    first: int
+    apart: int
+    blocking: tuple[bool, bool]
+    later: tuple[int, int]
+
+
+def plans(last: int) -> SearchStrategy[Plan]:
+    """Of a run of `last` steps. The simplest one is saved behind an epoch's last step, which closes its window; others anywhere."""
+    end = last // EPOCHS
+    return st.builds(
+        Plan,
+        first=st.sampled_from([end, *(step for step in range(1, last) if step != end)]),
+        apart=st.integers(1, WINDOW + 1),
+        blocking=st.tuples(st.booleans(), st.booleans()),
+        later=st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    )
+
+
+def _same_runs(every: dict[str, Options], home: str, number: int) -> None:
+    """Each configuration, saved and left at steps that hypothesis chooses, twice in a row."""
     for name, options in every.items():
         whole = Run(options, seed=3)
         whole.train()
         last = whole.accelerator.step
         expected = whole.end().result()
-        per_epoch = last // EPOCHS
-        ends = [per_epoch, per_epoch + 1]  # the last step of an epoch, which closes its window, and the next
-        inside = [step for step in range(1, last) if step % per_epoch % WINDOW]
-        for number in range(draws):
-            first = chance.choice(ends if number == 1 else inside)
-            second = min(first + chance.randint(1, WINDOW + 1), last - 1)
-            folder = f"{home}/{name.replace(' ', '_')}_{number}"
+        folder = f"{home}/{name.replace(' ', '_')}"
+
+        def resumed(
+            plan: Plan,
+            name: str = name,
+            options: Options = options,
+            last: int = last,
+            expected: list[Any] = expected,
+            folder: str = folder,
+        ) -> None:
             run = Run(options, seed=3)
-            for turn, step in enumerate((first, second)):
-                blocking = (number + turn) % 2 == 0
-                run.train(step, step + chance.randint(0, 2), f"{folder}_{turn}", blocking)
+            for turn, step in enumerate((plan.first, min(plan.first + plan.apart, last - 1))):
+                run.train(step, step + plan.later[turn], f"{folder}_{turn}", plan.blocking[turn])
                 run.end()
                 run = Run(options, seed=90 + turn).load(f"{folder}_{turn}")
-                assert run.accelerator.step == step
+                if run.accelerator.step != step:  # and its collectives would not be those of the others
+                    raise RuntimeError(f"{name} resumed at step {run.accelerator.step}")
             run.train()
-            assert run.end().result() == expected, f"{name}: saved at {first} and {second} of {last}"
+            assert run.end().result() == expected, f"{name}, of {last} steps"
+
+        check_on_every_rank(resumed, plans(last), number=number)
 
 
 def _other_layouts_lose_the_window_and_say_so(home: str) -> None:
@@ -243,6 +273,79 @@ def _windows_that_end_early_are_those_of_ddp() -> None:
             torch.testing.assert_close(torch.tensor(other[name]), torch.tensor(value), rtol=1e-4, atol=1e-6)
 
 
+def _steps_behind_broken_windows(home: str) -> None:
+    """What is left when a loop ends inside a window: a clip and a step outside are those of plain torch on all samples, in float64."""
+    for name, options in {"ddp": ddp, **ON_TWO}.items():
+        if "16" not in name:
+            for resumes in (False, True):
+                _step_behind_a_broken_window(
+                    name, options, resumes, f"{home}/broken_{name.replace(' ', '_')}"
+                )
+
+
+def _step_behind_a_broken_window(name: str, options: Options, resumes: bool, folder: str) -> None:
+    run = Run(options, seed=3)
+    accelerator, model = run.accelerator, run.model.eval()
+    start = {key: value.double() for key, value in accelerator.get_state_dict(model).items()}
+    rank = 0 if name == "tp" else accelerator.process_index
+    shares = torch.randn(WINDOW - 1, 2, 4, 5, generator=torch.Generator().manual_seed(5))
+    for share in shares:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(share[rank]).square().mean())
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+    if resumes:
+        accelerator.save_state(folder)
+        run.optimizer.optimizer.zero_grad()
+        accelerator.load_state(folder)
+    accelerator.grad_sync.abandon()  # as a loop that is left does
+    norm = accelerator.clip_grad_norm_(model.parameters(), 1e6)
+    run.optimizer.step()
+    updated = accelerator.get_state_dict(model)
+    run.end()
+    if start:
+        plain = Net().double().eval()
+        plain.load_state_dict(start)
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+        used = shares[:, :1] if name == "tp" else shares  # whose ranks have the same samples
+        losses = [plain(share.flatten(0, 1).double()).square().mean() for share in used]
+        (torch.stack(losses).sum() / WINDOW).backward()
+        expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e6)
+        torch.testing.assert_close(norm.double(), expected.double(), rtol=1e-5, atol=1e-7)
+        optimizer.step()
+        for key, value in plain.state_dict().items():
+            if not key.startswith("unused"):  # FSDP1's flat gradient has zeros there, so its weights decay
+                torch.testing.assert_close(
+                    updated[key].double(), value, rtol=1e-3, atol=1e-5, msg=f"{name}: {key}"
+                )
+
+
+def _one_rank_alone_saves_a_model(home: str) -> None:
+    """It may where it has the whole weights; where they are gathered it is an error that names the others, and later calls work."""
+    run = Run(ddp, seed=3)
+    if run.accelerator.is_main_process:
+        run.accelerator.save_model(run.model, f"{home}/alone")
+    run.accelerator.wait_for_everyone()
+    assert Path(home, "alone", "model.safetensors").is_file()
+    run.end()
+    run = Run(ON_TWO["fsdp2, sharded files"], seed=3)
+    limit, meeting.WAIT_S = meeting.WAIT_S, 0.5
+    try:
+        if run.accelerator.is_main_process:
+            with pytest.raises(
+                CheckpointError, match=r"save_model must be called on every rank; rank 1 did not"
+            ):
+                run.accelerator.save_model(run.model, f"{home}/gathered")
+        run.accelerator.wait_for_everyone()
+        meeting.WAIT_S = limit
+        run.accelerator.save_model(run.model, f"{home}/gathered")
+    finally:
+        meeting.WAIT_S = limit
+    run.accelerator.wait_for_everyone()
+    assert Path(home, "gathered", "model.safetensors").is_file()
+    run.end()
+
+
 def _ddp_then_fsdp2(home: str) -> list[float]:
     """The samples of this rank in the first part of an epoch."""
     run = Run(ddp, seed=3, window=1)
@@ -259,6 +362,8 @@ def _on_two(home: str) -> list[float]:
     _other_layouts_lose_the_window_and_say_so(home)
     _going_back_drops_what_is_held(home)
     _windows_that_end_early_are_those_of_ddp()
+    _steps_behind_broken_windows(home)
+    _one_rank_alone_saves_a_model(home)
     return _ddp_then_fsdp2(home)
 
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism keeps the strategy contract, alone and under FSDP2."""
+"""Tensor parallelism keeps the strategy contract, alone and under FSDP2; and every style of splitting a layer leaves the numbers as they are."""
 
 from __future__ import annotations
 
@@ -7,17 +7,23 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from decoder import TIME, VOCABULARY, WIDTH, assert_same, batch_of, whole
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from acc_ops.testing import run_processes
-from acc_ops.world import World
+from acc_ops.world import World, current_world
 from acc_plugins.options.fsdp import FullyShardedDataParallelPlugin
 from acc_plugins.options.parallelism import ParallelismConfig
 from acc_plugins.parallel import set_plan
 from acc_plugins.precisions.precision import Precision
+from acc_plugins.strategies.mesh import MeshStrategy
 from acc_plugins.strategies.registry import choose_strategy
-from acc_plugins.strategies.strategy import Strategy
+from acc_plugins.strategies.strategy import Bundle, Strategy
 from acc_plugins.testing import StrategyContract
+from acc_trainer import Accelerator
 
 
 class TensorParallelContract(StrategyContract):
@@ -70,10 +76,121 @@ class ShardedTensorParallelContract(TensorParallelContract):
     precisions = ("bf16", "fp16")
 
 
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def _places_shared_out_between_split_layers() -> None:
+    """torch's own styles: between the split layers each rank has half of the places, and norms see those only ("sequence_parallel")."""
+
+    def made(seed: int) -> nn.Sequential:
+        torch.manual_seed(seed)
+        ends = nn.Embedding(VOCABULARY, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        return nn.Sequential(ends[0], Residual(), Residual(), *ends[1:]).double()
+
+    def trained(model: nn.Module, backward: Any, clip: Any, optimizer: Any) -> list[float]:
+        losses = []
+        for step in range(5):
+            batch = batch_of(step)
+            loss = F.cross_entropy(model(batch["ids"]).flatten(0, 1), batch["targets"].flatten())
+            backward(loss)
+            clip(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2))
+    reference, own = made(0), made(accelerator.process_index)
+    plan = {
+        "0": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "*.norm": "sequence_parallel",
+        "*.up": ColwiseParallel(input_layouts=Shard(1)),
+        "*.down": RowwiseParallel(output_layouts=Shard(1)),
+        "3": "sequence_parallel",
+        "4": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    set_plan(own, plan)
+    seen: list[int] = []
+    own[1].up.register_forward_pre_hook(lambda _, given: seen.append(given[0].to_local().shape[1]))
+    model, optimizer = accelerator.prepare(own, torch.optim.AdamW(own.parameters(), lr=1e-2))
+    plain = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    expected = trained(reference, Tensor.backward, nn.utils.clip_grad_norm_, plain)
+    got = trained(model, accelerator.backward, accelerator.clip_grad_norm_, optimizer)
+    assert got == pytest.approx(expected, rel=1e-9)
+    weights = {name: p.detach() for name, p in reference.named_parameters()}
+    assert_same({name: whole(p.detach()) for name, p in own.named_parameters()}, weights)
+    assert set(seen) == {TIME // 2}
+    accelerator.end_training()
+
+
+def _what_is_left_out_is_the_same_on_ranks_that_split_a_layer() -> None:
+    """Dropout of what every rank has: weights stay the same, though the ranks were seeded differently."""
+
+    world = current_world()
+    torch.manual_seed(world.rank)
+    config = ParallelismConfig(tp_size=2)
+    strategy = MeshStrategy(world, Precision(), config, mesh=config.build_device_mesh("cpu"))
+    own: Any = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 8), nn.Linear(8, 1))
+    own.tp_plan = {"2": "colwise", "3": "rowwise"}
+    (model,) = strategy.prepare(Bundle(models=[own])).models
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(5):
+        strategy.backward(model(torch.ones(3, 4)).sum())
+        strategy.step(optimizer)
+    everyone = world.comm.all_gather(own[0].weight.detach())
+    assert torch.equal(everyone[0], everyone[1])
+
+
+def _embeddings_of_every_style() -> None:
+    """The part that is checked is the part that is split, and the numbers stay; a weight that two layers share stays one."""
+
+    class Scores(nn.Module):
+        def __init__(self, rows: int, columns: int, *, tied: bool) -> None:
+            super().__init__()
+            self.tokens = nn.Embedding(rows, columns)
+            self.head = nn.Linear(columns, rows, bias=False)
+            if tied:
+                self.head.weight = self.tokens.weight
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.head(self.tokens(ids))
+
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2))
+    ids = torch.arange(6)
+    for rows, columns, plan, tied in (
+        (6, 5, {"tokens": "rowwise_rep"}, False),
+        (6, 5, {"tokens": "rowwise_split_input"}, False),
+        (7, 8, {"tokens": "colwise_rep"}, False),
+        (7, 8, {"tokens": "colwise_gather_output"}, False),
+        (6, 5, {"tokens": "rowwise_rep", "head": "colwise_rep"}, True),
+        (7, 8, {"tokens": "colwise_gather_output"}, True),
+        (7, 8, {"tokens": "colwise_rep", "head": "rowwise_rep"}, True),
+    ):
+        torch.manual_seed(0)
+        own = Scores(rows, columns, tied=tied)
+        expected = own(ids).detach()
+        set_plan(own, plan)
+        model, optimizer = accelerator.prepare(own, torch.optim.SGD(own.parameters(), lr=0.1))
+        torch.testing.assert_close(model(ids), expected)
+        assert (own.head.weight is own.tokens.weight) == tied
+        listed = [p for group in optimizer.param_groups for p in group["params"]]
+        assert list(map(id, listed)) == list(map(id, own.parameters()))
+    accelerator.end_training()
+
+
 def _checks(contract: type[StrategyContract], folder: str) -> list[str]:
     torch.set_num_threads(1)
     if contract is TensorParallelContract:
         Float8BesideSplitContract().check_precisions()
+        _places_shared_out_between_split_layers()
+        _what_is_left_out_is_the_same_on_ranks_that_split_a_layer()
+        _embeddings_of_every_style()
     return contract().run_on_this_rank(folder)
 
 

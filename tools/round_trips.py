@@ -41,6 +41,7 @@ class Case:
     epochs: bool = False
     batches: int | None = None
     accumulate: int = 1
+    compiled: str = ""  # by the script: "all" of each model, or its first "layer"; there where accelerate writes, plain where it reads
     note: str = ""
 
 
@@ -53,6 +54,8 @@ CASES = {
     "by hand": Case(plain=True, note="save_accelerator_state"),
     "bf16": Case(precision="bf16"),
     "automatic naming": Case(naming=True),
+    "compiled": Case(compiled="all"),
+    "compiled layer": Case(compiled="layer"),
     "accumulation": Case(accumulate=2),
     "seeded sampler": Case(loader=SEEDED, epochs=True),
     "stream": Case(stream=True, shuffle=False, loader={"dispatch_batches": False}),
@@ -148,7 +151,7 @@ def _run(library: str, case: Case, phase: str, folder: Path) -> list[float]:
         int(os.environ.get("WORLD_SIZE", "1")) > 1 and case.shuffle
     ):  # else each library has an order of its own
         case = replace(case, epochs=True, loader={**SEEDED, **case.loader})
-    accelerator, things, loader, counter = _build(library, case, folder, seed=100 * reading + 1)
+    accelerator, things, loader, counter = _build(library, case, folder, reading)
     place = None if case.naming else str(folder / "saved")
     plain = _Plain(library, accelerator, things, scale=2.0 if reading else 64.0)
 
@@ -233,7 +236,16 @@ class _Counter:
         self.count = state["count"]
 
 
-def _build(library: str, case: Case, folder: Path, seed: int) -> tuple[Any, list[Any], Any, _Counter]:
+def _compiled(model: Any, what: str) -> Any:
+    import torch  # noqa: PLC0415
+
+    if what == "all":
+        return torch.compile(model, backend="eager")
+    model[0] = torch.compile(model[0], backend="eager")
+    return model
+
+
+def _build(library: str, case: Case, folder: Path, reading: bool) -> tuple[Any, list[Any], Any, _Counter]:
     import torch  # noqa: PLC0415
 
     if library == OURS:
@@ -260,13 +272,16 @@ def _build(library: str, case: Case, folder: Path, seed: int) -> tuple[Any, list
         ),
         dataloader_config=DataLoaderConfiguration(**case.loader),
     )
-    torch.manual_seed(seed)
+    torch.manual_seed(101 if reading else 1)
     things = []
     for _ in range(case.models):
         layers = [torch.nn.Linear(WIDTH, 8), torch.nn.Dropout(0.5 if case.dropout else 0.0)]
-        model = torch.nn.Sequential(*layers, torch.nn.Linear(8, 1))
+        model: Any = torch.nn.Sequential(*layers, torch.nn.Linear(8, 1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.9)
+        # our files have the names of a model that is not compiled, which is what accelerate can load
+        if case.compiled and (library == OURS or not reading):
+            model = _compiled(model, case.compiled)
         things.append(accelerator.prepare(model, optimizer, schedule))
     values = torch.linspace(-1, 1, SAMPLES * WIDTH).view(SAMPLES, WIDTH)
     loader: Any = torch.utils.data.DataLoader(

@@ -1,70 +1,54 @@
-"""Cold start of torch.compile: CPU time of a process up to its first training step, with empty caches, whole model against regional (12 layers)."""
+"""Cold start of torch.compile: CPU and wall seconds of a process up to its first training step, with empty caches (12 layers, 256 wide): `bench_compile.py [MODEL ...]`.
+
+Three of transformers' models, where it is installed, and a plain one. What each start costs without any compilation (imports, one eager step) and what the
+first graph of all costs (inductor's own start: a model of one small function) are rows apart: no way to compile can be faster than those.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import tempfile
+import time
 from functools import partial
+from pathlib import Path
 
-from measure import cpu_seconds, interleave, report
+from measure import Series, cpu_seconds, interleave, report
 
-ROUNDS = 3
-STEP = """
-import sys, torch
-from torch import nn
-from acc_trainer import Accelerator
-from acc_plugins import TorchDynamoPlugin
-
-class Block(nn.Module):  # none of torch's own: torch.compile leaves those eager when they are compiled in place, as by hand below
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.LayerNorm(256), nn.LayerNorm(256)
-        self.queries, self.out = nn.Linear(256, 3 * 256), nn.Linear(256, 256)
-        self.up, self.down = nn.Linear(256, 1024), nn.Linear(1024, 256)
-
-    def forward(self, x):
-        q, k, v = self.queries(self.first(x)).unflatten(-1, (3, 4, 64)).permute(2, 0, 3, 1, 4)
-        attended = nn.functional.scaled_dot_product_attention(q, k, v)
-        x = x + self.out(attended.transpose(1, 2).flatten(-2))
-        return x + self.down(nn.functional.gelu(self.up(self.second(x))))
-
-class Deep(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.words = nn.Embedding(100, 256)
-        self.blocks = nn.ModuleList(Block() for _ in range(12))
-        self.head = nn.Linear(256, 1)
-
-    def forward(self, ids):
-        x = self.words(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-how = sys.argv[1]
-plugin = None
-if how in ("whole", "regional", "one layer"):
-    plugin = TorchDynamoPlugin(backend="INDUCTOR", use_regional_compilation=how == "regional")
-accelerator = Accelerator(cpu=True, dynamo_plugin=plugin)
-model = Deep() if how != "one layer" else nn.Sequential(nn.Embedding(100, 256), nn.Linear(256, 1))  # what every start costs
-if how == "by hand":
-    for block in model.blocks:
-        block.compile()
-model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
-accelerator.backward(model(torch.randint(100, (2, 64))).square().mean())
-optimizer.step()
-"""
+STEP = Path(__file__).with_name("compile_step.py")
+ROUNDS = 2  # a round of all models takes a quarter of an hour of CPU time
+MODELS = ("plain", "gpt2", "bert", "llama")
+WAYS = ("whole", "regional", "by hand")
 
 
 def main() -> None:
-    names = ("eager", "one layer", "whole", "regional", "by hand")
-    series = interleave({name: partial(_cold, name) for name in names}, ROUNDS, warmup=0)
-    report("cold start, compiled by inductor", series, "whole", {"regional": 0.5}, unit="s")
+    models = [
+        model for model in MODELS if model == "plain" or importlib.util.find_spec("transformers") is not None
+    ]
+    for model in sys.argv[1:] or models:
+        walls: dict[str, list[float]] = {}
+        ways = ("eager", "start of inductor", *WAYS)
+        series = interleave({way: partial(_cold, model, way, walls) for way in ways}, ROUNDS, warmup=0)
+        report(f"{model}: cold start, CPU seconds", series, "whole", {"regional": 0.5}, unit="s")
+        in_wall = {way: Series(name=way, values=values) for way, values in walls.items()}
+        report(f"{model}: cold start, wall seconds", in_wall, "whole", {}, unit="s")
+        _print_what_compiling_costs(series)
 
 
-def _cold(how: str) -> float:
+def _cold(model: str, way: str, walls: dict[str, list[float]]) -> float:
+    started = time.perf_counter()
     with tempfile.TemporaryDirectory() as cache:
-        return cpu_seconds([sys.executable, "-c", STEP, how], {"TORCHINDUCTOR_CACHE_DIR": cache})
+        used = cpu_seconds([sys.executable, str(STEP), model, way], {"TORCHINDUCTOR_CACHE_DIR": cache})
+    walls.setdefault(way, []).append(time.perf_counter() - started)
+    return used
+
+
+def _print_what_compiling_costs(series: dict[str, Series]) -> None:
+    """What is left of each way without what any process, or any first graph, costs."""
+    for floor in ("eager", "start of inductor"):
+        apart = {way: series[way].median - series[floor].median for way in WAYS}
+        shown = ", ".join(f"{way} {seconds:.1f} s" for way, seconds in apart.items())
+        print(f"  above {floor}: {shown}; whole / regional {apart['whole'] / apart['regional']:.2f}")
 
 
 if __name__ == "__main__":
