@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 
 import pytest
 import torch
@@ -13,13 +14,14 @@ from acc_plugins.options.accumulation import GradientAccumulationPlugin
 from acc_plugins.strategies.strategy import Strategy
 from acc_trainer import Accelerator
 from acc_trainer.checkpoint import CheckpointError
+from acc_trainer.state import AcceleratorState
 
 DRAWING = threading.Lock()  # ranks that are threads share torch's generator
 
 
-def _prepared(steps=4, each=False):
+def _prepared(steps=4, each=False, precision="no"):
     plugin = GradientAccumulationPlugin(num_steps=steps, sync_each_batch=each)
-    accelerator = Accelerator(gradient_accumulation_plugin=plugin)
+    accelerator = Accelerator(gradient_accumulation_plugin=plugin, mixed_precision=precision)
     with DRAWING:
         torch.manual_seed(1)
         model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
@@ -166,8 +168,8 @@ def test_a_window_that_was_broken_off_can_still_be_stepped_after_a_resume(tmp_pa
     assert all(run_threads(ranks, work) if ranks > 1 else [work()])
 
 
-def _saved_in_a_window(folder):
-    prepared = _prepared()
+def _saved_in_a_window(folder, precision="no"):
+    prepared = _prepared(precision=precision)
     _train(prepared, 0, 2)
     prepared[0].save_state(folder)
 
@@ -200,3 +202,20 @@ def test_another_layout_of_gradients_loses_the_window_and_says_so(tmp_path, monk
     with pytest.warns(UserWarning, match="saved with whole gradients for model, now it is in shards"):
         resumed[0].load_state(str(tmp_path / "c"))
     assert (resumed[0].grad_sync.index, resumed[0].grad_sync.sync) == (0, True)
+
+
+@pytest.mark.parametrize(("saved", "now"), [("fp16", "no"), ("no", "fp16"), ("fp16", "fp16")])
+def test_gradients_that_were_scaled_are_not_given_to_a_run_that_scales_none_nor_the_other_way_round(
+    tmp_path, saved, now
+):
+    _saved_in_a_window(str(tmp_path / "c"), saved)
+    AcceleratorState._reset_state(True)  # as a new process does
+    resumed = _prepared(precision=now)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        resumed[0].load_state(str(tmp_path / "c"))
+    told = " ".join(str(one.message) for one in said)
+    assert ("micro-batches of the accumulation window" in told) == (saved != now)
+    assert told.count("scaler.pt") == (saved != now)
+    assert resumed[0].grad_sync.index == (0 if saved != now else 2)
+    assert (resumed[1][0].weight.grad is None) == (saved != now)

@@ -50,8 +50,11 @@ def gradients_of(run: Run, contents: Contents) -> Gradients:
     return Gradients(layouts=_layouts(run, contents), gradients=found, out_of_reach=out_of_reach)
 
 
-def why_lost(run: Run, contents: Contents, saved: Gradients) -> str | None:
-    """Why the half window cannot go on in this run; None where it can. The same on all ranks."""
+def why_lost(run: Run, contents: Contents, saved: Gradients, scaled: bool) -> str | None:
+    """Why the half window cannot go on in this run; None where it can. The same on all ranks. `scaled`: a scaler was saved beside it."""
+    if scaled != (run.precision.scaler is not None):
+        was, now = ("scaled", "none are") if scaled else ("not scaled", "they are")
+        return f"its gradients were {was} as fp16 has them, in this run {now}"
     for owner, why in saved["out_of_reach"].items():
         return f"gradients of {owner} were out of reach: {why}"
     for owner, layout in _layouts(run, contents).items():

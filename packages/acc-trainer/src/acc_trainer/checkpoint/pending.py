@@ -101,18 +101,20 @@ def read_pending(
     """Read what this rank will hand out. CheckpointError names the file; the random state alone may be missing or unreadable."""
     missing: list[str] = []
     unlike: list[str] = []
-    scaler = None
+    scaler, scaled = None, (folder / layout.SCALER).is_file()
     if run.precision.scaler is not None:
         scaler = _read_if_there(folder / layout.SCALER, load_kwargs, missing, "the scale of the gradients")
         if scaler is not None:
             _check_keys(folder / layout.SCALER, scaler, run.precision.state_dict())
+    elif scaled:
+        unlike.append(f"the scale of the gradients ({layout.SCALER}), as this run scales none")
     progress = _progress(run, folder, manifest, missing, unlike)
     gradients: Gradients | None = None
     if window_is_open(progress.get("grad_sync", {})):
         file = folder / layout.gradients_file(run.world.rank)
         gradients = read_file(file, {})
         _check_keys(file, gradients, Gradients.__annotations__)
-        why = why_lost(run, contents, gradients)
+        why = why_lost(run, contents, gradients, scaled)
         if why is None:
             check_gradients(run, contents, gradients, file)
         else:
