@@ -77,6 +77,31 @@ def test_an_output_format_is_the_roots_only(alone: World) -> None:
 
 
 @needs_fsdp2
+def test_two_formats_that_are_trained_in_one_unit_are_refused_before_anything_is_changed(
+    alone: World,
+) -> None:
+    def two_formats() -> nn.Sequential:
+        model = net()
+        model[2].to(torch.bfloat16)
+        return model
+
+    model = two_formats()
+    said = r"0\.weight of Sequential holds numbers of torch\.float32 and 2\.weight of torch\.bfloat16: both are trained, .*auto_wrap_policy"
+    with pytest.raises(ValueError, match=said):
+        strategy(alone).prepare(Bundle(models=[model]))
+    assert type(model) is nn.Sequential
+    made = strategy(alone, auto_wrap_policy=is_linear)
+    made.prepare(Bundle(models=[model]))
+    made.backward(model[2](model[0](torch.ones(1, 4)).bfloat16()).sum())
+    strategy(alone, choose_precision("bf16", "cpu")).prepare(
+        Bundle(models=[two_formats()])
+    )  # both become float32
+    frozen = two_formats()
+    frozen[2].requires_grad_(False)
+    assert isinstance(strategy(alone).prepare(Bundle(models=[frozen])).models[0], FSDPModule)
+
+
+@needs_fsdp2
 def test_a_parameter_without_elements_stays_whole_and_the_rest_is_trained(alone: World) -> None:
     model = net()
     model.none = nn.Parameter(torch.ones(0, 3))

@@ -24,8 +24,8 @@ from acc_plugins.simulate.traffic import TrafficCounter
 from acc_plugins.strategies.buffers import saved_buffers
 from acc_plugins.strategies.checkpointing import checkpoint_block
 from acc_plugins.strategies.fsdp2_mesh import shard_mesh
-from acc_plugins.strategies.fsdp2_sharding import Sharding, parameters_apart, wrap
-from acc_plugins.strategies.fsdp2_wrapping import chosen_blocks, units_of
+from acc_plugins.strategies.fsdp2_sharding import Sharding, checked_units, wrap
+from acc_plugins.strategies.fsdp2_wrapping import chosen_blocks
 from acc_plugins.support import UnsupportedError
 
 _FORMATS = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -127,7 +127,7 @@ class Plan:
             self.checkpoint(model)
             return model
         how = self._sharding(world)
-        units = units_of(model, self.plugin, frozenset(map(id, parameters_apart(model, self.plugin))))
+        units = checked_units(model, how)
         self.checkpoint(model, units.blocks)
         wrap(model, how, units)
         return model

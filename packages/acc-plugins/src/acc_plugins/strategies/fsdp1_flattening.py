@@ -8,27 +8,16 @@ from torch import Tensor, nn
 
 from acc_plugins.options.fsdp import FullyShardedDataParallelPlugin
 from acc_plugins.states import fsdp1
-from acc_plugins.strategies.fsdp2_wrapping import chosen_blocks
+from acc_plugins.strategies.fsdp2_wrapping import Named, chosen_blocks, gathered_together
 from acc_plugins.strategies.fsdp_plugin import ignored_modules
 
-Flat = list[tuple[str, nn.Parameter]]  # by the names in the model
 
-
-def flat_parameters(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> list[Flat]:
-    """The parameters of each flat one that torch will make of `model`: those of a wrapped block that no block inside it has, then the rest.
-
-    A weight that several blocks share belongs to the first of them. None for a model that holds wrapped blocks already.
-    """
+def flat_parameters(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> list[Named]:
+    """The parameters of each flat one that torch will make of `model`. None for a model that holds wrapped blocks already."""
     if fsdp1.has_fsdp1(model):
         return []
-    taken = {id(p) for p in ignored_parameters(model, plugin)}
-    called = {id(p): name for name, p in model.named_parameters()}
-    found: list[Flat] = []
-    for unit in [*_units(model, plugin, frozenset(taken)), model]:
-        flat = [(called[id(p)], p) for p in unit.parameters() if id(p) not in taken]
-        taken.update(id(p) for _, p in flat)
-        found.append(flat)
-    return [flat for flat in found if flat]
+    taken = frozenset(id(p) for p in ignored_parameters(model, plugin))
+    return gathered_together(model, ((unit,) for unit in _units(model, plugin, taken)), taken)
 
 
 def ignored_parameters(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> list[nn.Parameter]:
@@ -49,7 +38,7 @@ def _units(
 
 def checked_flat_parameters(
     model: nn.Module, plugin: FullyShardedDataParallelPlugin, as_float32: Iterable[Tensor] = ()
-) -> list[Flat]:
+) -> list[Named]:
     """`flat_parameters`. Raises ValueError, naming the parameter and the ways out, for what torch does not lay into one, alone or together.
 
     `as_float32` are parameters that become float32 before.
@@ -62,7 +51,7 @@ def checked_flat_parameters(
     return found
 
 
-def _check_together(kind: str, flat: Flat, float32: set[int], *, merged: bool) -> None:
+def _check_together(kind: str, flat: Named, float32: set[int], *, merged: bool) -> None:
     name, first = flat[0]
     for other, p in flat[1:]:
         formats = ["torch.float32" if id(one) in float32 else str(one.dtype) for one in (first, p)]

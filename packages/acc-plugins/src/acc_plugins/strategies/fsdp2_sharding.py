@@ -31,7 +31,7 @@ from acc_plugins.options import fsdp_values
 from acc_plugins.options.fsdp import FullyShardedDataParallelPlugin
 from acc_plugins.options.parallelism import ParallelismConfig
 from acc_plugins.strategies.checkpointing import checkpoint_block
-from acc_plugins.strategies.fsdp2_wrapping import Unit, Units, units_of
+from acc_plugins.strategies.fsdp2_wrapping import Unit, Units, check_formats, units_of
 from acc_plugins.strategies.fsdp_plugin import ignored_modules, say_what_is_not_ignored
 from acc_plugins.strategies.same_start import emptied, filled, must_be_sent, send_from_rank_0, started
 
@@ -86,13 +86,13 @@ def shard_model(model: nn.Module, how: Sharding) -> nn.Module:
     """`model`, sharded in place: its parameters are DTensors. One that is sharded already is not touched.
 
     Every rank calls it. Raises ValueError on every rank, before anything is changed, for ranks that built different models, weights that nobody
-    has, and a policy that names a class which the model has not; and what a policy of the user's raises on one.
+    has, a policy that names a class which the model has not, and two formats that are trained in one unit; and what a policy of the user's
+    raises on one.
     """
     inner = uncompiled(model)
     if isinstance(inner, FSDPModule):
         return model
-    apart = frozenset(map(id, parameters_apart(inner, how.plugin)))
-    found, error = tried(lambda: units_of(inner, how.plugin, apart))  # a policy of the user's may raise
+    found, error = tried(lambda: checked_units(inner, how))  # a policy of the user's may raise
     units = found or Units()
     sent = must_be_sent(inner, how.world, units.names(inner), error)
     say_what_is_not_ignored(inner, how.plugin)
@@ -108,6 +108,14 @@ def shard_model(model: nn.Module, how: Sharding) -> nn.Module:
         for p in parameters_apart(inner, how.plugin):
             p.data = p.data.to(how.world.device)
     return model
+
+
+def checked_units(model: nn.Module, how: Sharding) -> Units:
+    """The units of `model`. Raises ValueError for a class name that it has not, and for two formats that are trained in one unit."""
+    apart = frozenset(map(id, parameters_apart(model, how.plugin)))
+    units = units_of(model, how.plugin, apart)
+    check_formats(model, units, apart, () if how.policy.param_dtype is None else _LOW)
+    return units
 
 
 def wrap(model: nn.Module, how: Sharding, units: Units) -> None:

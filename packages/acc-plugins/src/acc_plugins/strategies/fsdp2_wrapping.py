@@ -10,16 +10,18 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from acc_ops.regions import is_compiled_module
 from acc_plugins.options.fsdp import FullyShardedDataParallelPlugin
 
 logger = logging.getLogger(__name__)
+Named = list[tuple[str, nn.Parameter]]  # by the names in the model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,43 @@ def units_of(model: nn.Module, plugin: FullyShardedDataParallelPlugin, ignored: 
     if blocks:
         units += _ends(model, blocks)
     return Units(units=tuple(_without_split_ties(model, units, ignored)), blocks=tuple(blocks))
+
+
+def gathered_together(
+    model: nn.Module, units: Iterable[Sequence[nn.Module]], ignored: Iterable[int]
+) -> list[Named]:
+    """The parameters of each unit that no unit before it has (those inside others come first), then the rest: that of the root.
+
+    A weight that several share belongs to the first of them. `ignored` are the ids of parameters that belong to none.
+    """
+    taken = set(ignored)
+    called = {id(p): name for name, p in model.named_parameters()}
+    found: list[Named] = []
+    for modules in [*units, (model,)]:
+        own = {id(p): p for module in modules for p in module.parameters() if id(p) not in taken}
+        taken.update(own)
+        found.append([(called[one], p) for one, p in own.items()])
+    return [own for own in found if own]
+
+
+def check_formats(
+    model: nn.Module, units: Units, ignored: Iterable[int], low: Container[torch.dtype]
+) -> None:
+    """Raises ValueError where one unit would train parameters of two formats, which torch finds in the first forward only.
+
+    Those in one of `low` become float32 before.
+    """
+    for own in gathered_together(model, (unit.modules for unit in units.units), ignored):
+        formats: dict[torch.dtype, str] = {}
+        for name, p in own:
+            if p.requires_grad:
+                formats.setdefault(torch.float32 if p.dtype in low else p.dtype, name)
+        if len(formats) > 1:
+            (one, first), (other, second), *_ = formats.items()
+            raise ValueError(
+                f"{first} of {type(model).__name__} holds numbers of {one} and {second} of {other}: both are trained, and FSDP gathers them together. "
+                "Give both the same format (model.float()), or make them units of their own by auto_wrap_policy"
+            )
 
 
 def chosen_blocks(
