@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 
-from acc_plugins.states.part import TorchFilePart, WeightsPart
+from acc_plugins.states.part import TorchFilePart, WeightsPart, for_each
 
 
 def test_a_part_with_another_state_writes_the_same_files(tmp_path):
@@ -34,3 +36,48 @@ def test_a_full_disk_is_the_systems_error_and_not_torchs(tmp_path, size):
     with pytest.raises(OSError) as error:
         TorchFilePart(name="optimizer", state={"m": torch.ones(size)}).write(tmp_path)
     assert error.value.errno == errno.ENOSPC
+
+
+def test_what_fails_for_one_part_is_raised_at_the_end_and_only_what_ranks_do_together_goes_on():
+    class Together(TorchFilePart):
+        together = True
+
+    done = []
+
+    def work(part):
+        done.append(part.name)
+        if part.name.startswith("bad"):
+            raise TypeError(part.name)
+
+    names = [("a", False), ("bad 1", False), ("left out", False), ("bad 2", True), ("b", True)]
+    parts = ((Together if shared else TorchFilePart)(name=name, state={}) for name, shared in names)
+    with pytest.raises(TypeError, match="bad 1"):
+        for_each(parts, work)
+    assert done == ["a", "bad 1", "bad 2", "b"]
+    assert list(parts) == []
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_part_is_gone_before_the_next_one_is_gathered(fails):
+    class State:
+        pass
+
+    alive, seen = [], []
+
+    def made(name):
+        state = State()
+        seen.append(weakref.ref(state))
+        return [TorchFilePart(name=name, state=state)]
+
+    def parts():
+        for name in "abc":
+            alive.append(sum(one() is not None for one in seen))
+            yield from made(name)
+
+    def work(part):
+        if fails and part.name == "a":
+            raise OSError(errno.ENOSPC, part.name)
+
+    with pytest.raises(OSError) if fails else nullcontext():
+        for_each(parts(), work)
+    assert alive == [0, 0, 0]

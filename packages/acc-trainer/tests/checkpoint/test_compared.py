@@ -22,6 +22,7 @@ def refused(call, *args, **options):
         {"strict": (True, False)},
         {"map_location": ("cpu", None)},
         {"load_kwargs": ({"weights_only": False}, None)},
+        {"load_kwargs": ({"map_location": "cpu"}, None)},
     ],
 )
 def test_ranks_that_load_with_other_arguments_are_an_error_on_all_and_the_next_load_works(

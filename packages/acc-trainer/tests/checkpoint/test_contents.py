@@ -267,6 +267,25 @@ def test_loaders_in_another_order_are_an_error_and_another_batch_size_is_none(tm
         loaders(few, Stream()).load_state(tmp_path / "c")
 
 
+@pytest.mark.parametrize("closed", ["saved", "loaded"])
+def test_data_whose_length_cannot_be_asked_any_more_is_saved_and_loaded(tmp_path, closed):
+    class Table(list):
+        closed = False
+
+        def __len__(self):
+            if self.closed:
+                raise ValueError("I/O operation on closed file")
+            return super().__len__()
+
+    tables = {"saved": Table(range(8)), "loaded": Table(range(8))}
+    runs = {when: loaders(table) for when, table in tables.items()}
+    tables[closed].closed = True
+    runs["saved"].save_state(tmp_path / "c")
+    runs["loaded"].load_state(tmp_path / "c")
+    (saved,) = collect(runs["saved"]).described()["loaders"]
+    assert ("samples" in saved) == (closed == "loaded")
+
+
 def test_a_manifest_that_says_less_is_compared_in_what_it_says(tmp_path):
     accelerator = loaders(TensorDataset(torch.arange(10)), Stream())
     described = collect(accelerator).described()["loaders"]

@@ -11,6 +11,7 @@ import torch
 from acc_ops.testing import run_threads
 from acc_plugins import UnsupportedError
 from acc_plugins.options.accumulation import GradientAccumulationPlugin
+from acc_plugins.options.kwargs import GradScalerKwargs
 from acc_plugins.strategies.strategy import Strategy
 from acc_trainer import Accelerator
 from acc_trainer.checkpoint import CheckpointError
@@ -21,7 +22,11 @@ DRAWING = threading.Lock()  # ranks that are threads share torch's generator
 
 def _prepared(steps=4, each=False, precision="no"):
     plugin = GradientAccumulationPlugin(num_steps=steps, sync_each_batch=each)
-    accelerator = Accelerator(gradient_accumulation_plugin=plugin, mixed_precision=precision)
+    accelerator = Accelerator(
+        gradient_accumulation_plugin=plugin,
+        mixed_precision="fp16" if precision == "off" else precision,
+        kwargs_handlers=[GradScalerKwargs(enabled=precision != "off")],
+    )
     with DRAWING:
         torch.manual_seed(1)
         model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
@@ -204,7 +209,9 @@ def test_another_layout_of_gradients_loses_the_window_and_says_so(tmp_path, monk
     assert (resumed[0].grad_sync.index, resumed[0].grad_sync.sync) == (0, True)
 
 
-@pytest.mark.parametrize(("saved", "now"), [("fp16", "no"), ("no", "fp16"), ("fp16", "fp16")])
+@pytest.mark.parametrize(
+    ("saved", "now"), [("fp16", "no"), ("no", "fp16"), ("fp16", "fp16"), ("fp16", "off"), ("off", "fp16")]
+)
 def test_gradients_that_were_scaled_are_not_given_to_a_run_that_scales_none_nor_the_other_way_round(
     tmp_path, saved, now
 ):

@@ -214,7 +214,7 @@ def _inside_a_window(accelerator, model):
         accelerator.backward(model(torch.ones(1, 2)).sum())
 
 
-@pytest.mark.parametrize("content", [[1, 2], {}], ids=["a list", "an empty dict"])
+@pytest.mark.parametrize("content", [[1, 2], {"other": 1}], ids=["a list", "another dict"])
 @pytest.mark.parametrize("name", ["scaler.pt", "scheduler.bin", "progress_0.bin", "gradients_0.bin"])
 def test_a_file_with_another_content_is_named_before_anything_is_loaded(tmp_path, name, content):
     accelerator, model = _run()

@@ -15,7 +15,7 @@ import torch
 from acc_bigmodel import open_store
 from acc_ops.testing import run_threads
 from acc_ops.world import current_world
-from acc_plugins.states.part import TorchFilePart
+from acc_plugins.states.part import Part, TorchFilePart
 from acc_plugins.strategies.strategy import Strategy
 from acc_trainer.checkpoint import (
     CheckpointError,
@@ -24,9 +24,12 @@ from acc_trainer.checkpoint import (
     is_whole,
     load_custom_state,
     load_state,
+    parts,
     save_custom_state,
     save_state,
+    write,
 )
+from acc_trainer.checkpoint.staging import Staging
 
 FILES = {
     *("manifest.json", "model.safetensors", "optimizer.bin", "scheduler.bin", "custom_checkpoint_0.pkl"),
@@ -86,17 +89,21 @@ def test_a_save_that_fails_on_one_rank_raises_on_all_and_leaves_the_old_checkpoi
     assert os.listdir(tmp_path) == ["c"]
 
 
+@pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.parametrize("why", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), TypeError("no tensor")])
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_rank_whose_disk_fails_still_takes_part_in_what_the_ranks_gather_after_that(
-    runs, tmp_path, monkeypatch, failing
+def test_a_rank_that_fails_still_takes_part_in_what_the_ranks_gather_after_that(
+    runs, tmp_path, monkeypatch, failing, why, blocking
 ):
-    """Else the others would wait for it there, and it for them."""
-    real, asked = TorchFilePart.write, []
+    """Else the others would wait for it there, and it for them. Its disk fails, or its state cannot be written, or be copied."""
+    holder, name = (TorchFilePart, "write") if blocking else (Staging, "_copy")
+    real, asked = getattr(holder, name), []
 
-    def refuses_the_optimizer(part, folder, group=None):
+    def refuses_the_optimizer(*args):
+        part = next(arg for arg in args if isinstance(arg, Part))
         if part.name == "optimizer" and current_world().rank == failing:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return real(part, folder, group)
+            raise why
+        return real(*args)
 
     def rank():
         run = runs.build()
@@ -111,14 +118,39 @@ def test_a_rank_whose_disk_fails_still_takes_part_in_what_the_ranks_gather_after
         thing.state_dict = gathered
         part = TorchFilePart(name="optimizer", state={})  # one on every rank, as where optimizers are sharded
         run.strategy.optimizer_part = lambda *_: part
-        with pytest.raises((OSError, CheckpointError), match="No space left on device"):
-            save_state(run, tmp_path / "c")
+        with pytest.raises((type(why), CheckpointError), match=r"No space left on device|no tensor"):
+            save_state(run, tmp_path / "c", blocking=blocking)
 
     with monkeypatch.context() as patch:
-        patch.setattr(TorchFilePart, "write", refuses_the_optimizer)
+        patch.setattr(holder, name, refuses_the_optimizer)
         run_threads(2, rank, timeout_s=20)
     assert sorted(asked) == [0, 1]
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("what", ["progress_of", "manifest_of"])
+def test_a_rank_that_cannot_tell_where_it_stands_is_an_error_on_all_and_the_next_save_works(
+    runs, tmp_path, monkeypatch, failing, what
+):
+    module = parts if what == "progress_of" else write
+    real = getattr(module, what)
+
+    def fails(run, *args):
+        if run.world.rank == failing and run.step == 1:
+            raise LookupError("nobody knows")
+        return real(run, *args)
+
+    def rank():
+        run = runs.build()
+        with pytest.raises((LookupError, CheckpointError), match="nobody knows"):
+            save_state(run, tmp_path / "c")
+        assert run.world.comm.all_gather_object(run.world.rank) == [0, 1]
+        runs.advance(run)
+        return save_state(run, tmp_path / "c")
+
+    monkeypatch.setattr(module, what, fails)
+    assert run_threads(2, rank, timeout_s=20) == [tmp_path / "c"] * 2
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EIO, errno.ENOSPC, errno.ESTALE])

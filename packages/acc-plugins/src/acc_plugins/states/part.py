@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import clear_frames
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -33,6 +34,24 @@ class Part:
         Ranks that write `together` speak through the process group `group` (None: the default one), so that a thread beside the training can write.
         """
         raise NotImplementedError
+
+
+def for_each(parts: Iterable[Part], work: Callable[[Part], Any]) -> None:
+    """`work` on one part after the other. What it raises is raised at the end, since ranks gather the next parts together, and none may be missing there.
+
+    After that only those are worked on that all ranks write `together`.
+    """
+    failed: Exception | None = None
+    for part in parts:
+        try:
+            if failed is None or part.together:
+                work(part)
+        except Exception as error:  # noqa: BLE001 - raised below
+            clear_frames(error.__traceback__)  # which hold the state of this part
+            failed = failed or error
+        del part  # before the next one is gathered
+    if failed is not None:
+        raise failed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,11 @@ batches (`even_batches=False`, streams with shards of their own), its position s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from acc_ops.exchange import tried
 from acc_ops.world import World
 
 from .layout import CheckpointError, ReplacedError
@@ -18,15 +19,26 @@ from .pending import Pending
 from .replaced import is_replaced
 
 
-def check_steps(world: World, progress: Mapping[str, Any]) -> None:
-    """CheckpointError on all ranks unless the `progress` of each, which is to be saved, has the same step."""
-    said = world.comm.all_gather_object((progress["step"], _went_apart(progress)))
-    steps = [step for step, _ in said]
-    if not any(apart for _, apart in said):
+def agreed_progress(world: World, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Where this rank stands, as `make` tells it, to be saved.
+
+    CheckpointError on all ranks unless they are at the same step. What `make` raises is raised there, and as CheckpointError elsewhere.
+    """
+    made, error = tried(make)
+    progress = made or {}
+    failed = None if error is None else f"{type(error).__name__}: {error}"
+    said = world.comm.all_gather_object((failed, progress.get("step"), _went_apart(progress)))
+    if error is not None:
+        raise error
+    for rank, (why, _, _) in enumerate(said):
+        if why is not None:
+            raise CheckpointError(f"rank {rank} cannot tell where it stands: {why}")
+    if not any(apart for _, _, apart in said):
         _check_equal(
-            steps,
+            [step for _, step, _ in said],
             "cannot be saved: call accumulate() on every rank for every batch, or set accelerator.step to one number",
         )
+    return progress
 
 
 def compared(world: World, pending: Pending, taken: CheckpointInfo) -> Pending:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import nn
 from torch.utils.data import IterableDataset
 
+from acc_ops.exchange import tried
 from acc_ops.unwrap import extract_model_from_parallel
 from acc_ops.world import World
 
@@ -98,7 +99,10 @@ class Item(NamedTuple):
         dataset = getattr(self.own, "dataset", None) if self.kind == "loaders" else None
         if dataset is None:
             return {}
-        return {"data": type(dataset).__qualname__, "samples": _number_of_samples(dataset)}
+        samples, error = tried(lambda: _number_of_samples(dataset))
+        if error is not None:  # a file that is closed by now, say: nothing is known, so nothing is compared
+            return {}
+        return {"data": type(dataset).__qualname__, "samples": samples}
 
 
 class Contents(NamedTuple):

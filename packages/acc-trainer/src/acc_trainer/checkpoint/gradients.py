@@ -50,9 +50,15 @@ def gradients_of(run: Run, contents: Contents) -> Gradients:
     return Gradients(layouts=_layouts(run, contents), gradients=found, out_of_reach=out_of_reach)
 
 
-def why_lost(run: Run, contents: Contents, saved: Gradients, scaled: bool) -> str | None:
-    """Why the half window cannot go on in this run; None where it can. The same on all ranks. `scaled`: a scaler was saved beside it."""
-    if scaled != (run.precision.scaler is not None):
+def scales(run: Run) -> bool:
+    """Whether the gradients of `run` are scaled, as fp16's are."""
+    scaler = run.precision.scaler
+    return scaler is not None and bool(scaler.is_enabled())
+
+
+def why_lost(run: Run, contents: Contents, saved: Gradients, *, scaled: bool) -> str | None:
+    """Why the half window cannot go on in this run; None where it can. The same on all ranks. `scaled`: whether it was saved with a scale."""
+    if scaled != scales(run):
         was, now = ("scaled", "none are") if scaled else ("not scaled", "they are")
         return f"its gradients were {was} as fp16 has them, in this run {now}"
     for owner, why in saved["out_of_reach"].items():

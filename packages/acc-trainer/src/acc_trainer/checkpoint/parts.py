@@ -14,7 +14,7 @@ from acc_plugins.states.part import Part, TorchFilePart
 from acc_trainer.__about__ import __version__
 
 from . import layout
-from .compared import check_steps
+from .compared import agreed_progress
 from .contents import Contents, Run
 from .generators import states_to_save
 from .gradients import gradients_of, window_is_open
@@ -69,8 +69,8 @@ def parts_of(
     Every rank asks for every state, since strategies and objects may gather it from all; who `leads` a disk writes what is there once.
     """
     states, left = weights
-    progress = progress_of(run, contents)  # the ranks speak about it: before any of them may fail in writing
-    check_steps(run.world, progress)
+    # the ranks speak about it: before any of them may fail in writing
+    progress = agreed_progress(run.world, lambda: progress_of(run, contents))
     for index, position in enumerate(left):
         name = layout.numbered("model", index)
         model = (

@@ -14,7 +14,7 @@ from acc_ops.callers import warn_caller
 from . import layout
 from .contents import Contents, Item, Run
 from .generators import restore_generators
-from .gradients import LOST, Gradients, check_gradients, give_gradients, why_lost, window_is_open
+from .gradients import LOST, Gradients, check_gradients, give_gradients, scales, why_lost, window_is_open
 from .layout import CheckpointError, DoesNotFitError
 from .manifest import Manifest
 from .progress import hand_out_progress, of_other_ranks, without_window
@@ -101,20 +101,14 @@ def read_pending(
     """Read what this rank will hand out. CheckpointError names the file; the random state alone may be missing or unreadable."""
     missing: list[str] = []
     unlike: list[str] = []
-    scaler, scaled = None, (folder / layout.SCALER).is_file()
-    if run.precision.scaler is not None:
-        scaler = _read_if_there(folder / layout.SCALER, load_kwargs, missing, "the scale of the gradients")
-        if scaler is not None:
-            _check_keys(folder / layout.SCALER, scaler, run.precision.state_dict())
-    elif scaled:
-        unlike.append(f"the scale of the gradients ({layout.SCALER}), as this run scales none")
+    scaler = _scaler(run, folder, load_kwargs, missing, unlike)
     progress = _progress(run, folder, manifest, missing, unlike)
     gradients: Gradients | None = None
     if window_is_open(progress.get("grad_sync", {})):
         file = folder / layout.gradients_file(run.world.rank)
         gradients = read_file(file, {})
         _check_keys(file, gradients, Gradients.__annotations__)
-        why = why_lost(run, contents, gradients, scaled)
+        why = why_lost(run, contents, gradients, scaled=scaler is not None)
         if why is None:
             check_gradients(run, contents, gradients, file)
         else:
@@ -126,7 +120,7 @@ def read_pending(
     return Pending(
         folder=folder,
         schedulers=[_scheduler(item, folder, load_kwargs) for item in contents.schedulers],
-        scaler=scaler,
+        scaler=scaler if scales(run) else None,
         custom=[read_file(folder / layout.custom_file(item.place), load_kwargs) for item in contents.custom],
         step=None if step is None else int(step),
         progress=progress,
@@ -225,6 +219,23 @@ def _read_if_there(file: Path, load_kwargs: Mapping[str, Any], missing: list[str
         return read_file(file, load_kwargs)
     missing.append(f"{what} ({file.name})")
     return None
+
+
+def _scaler(
+    run: Run, folder: Path, load_kwargs: Mapping[str, Any], missing: list[str], unlike: list[str]
+) -> Any:
+    """The state of the scaler that was saved; None where gradients were not scaled: one that is switched off has an empty state."""
+    file = folder / layout.SCALER
+    state = read_file(file, load_kwargs) if file.is_file() else None
+    saved = None if isinstance(state, Mapping) and not state else state
+    what = f"the scale of the gradients ({layout.SCALER})"
+    if scales(run) and saved is None:
+        missing.append(what)
+    elif scales(run):
+        _check_keys(file, saved, run.precision.state_dict())
+    elif saved is not None:
+        unlike.append(f"{what}, as this run scales none")
+    return saved
 
 
 def _loader_of_others(

@@ -85,7 +85,12 @@ def _told(
         for name, value in sorted((load_kwargs or {}).items())
     }
     place = torch.device(map_location).type
-    return {"checksums": bool(checksums), "map_location": place, "strict": bool(strict), **loading}
+    return {
+        "checksums": bool(checksums),
+        "map_location": place,
+        "strict": bool(strict),
+        "load_kwargs": loading,
+    }
 
 
 def _load(

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from acc_bigmodel.image import ImageKey, image_key, plan_image
-from acc_plugins.states.part import Part, WeightsPart
+from acc_plugins.states.part import Part, WeightsPart, for_each
 
 from .copying import copy_all
 
@@ -59,9 +59,12 @@ class Staging:
         """
         copied: list[Part] = []
         seen: Counter[str] = Counter()
-        for part in parts:
+
+        def copy(part: Part) -> None:
             copied.append(self._copy(part, (part.name, seen[part.name])))
             seen[part.name] += 1
+
+        for_each(parts, copy)
         for key in [key for key in self._kept if key[1] >= seen[key[0]]]:
             del self._kept[key]
         return copied

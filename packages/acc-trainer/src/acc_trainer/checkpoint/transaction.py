@@ -12,7 +12,7 @@ from typing import Any
 
 from acc_ops.world import World
 from acc_plugins.options.project import CheckpointPolicy
-from acc_plugins.states.part import Part
+from acc_plugins.states.part import Part, for_each
 
 from . import commit, layout
 from .manifest import Manifest, described, files_of
@@ -85,16 +85,9 @@ class Transaction:
                 self._let_go()
 
     def _write_parts(self, parts: Iterable[Part], group: Any) -> list[str]:
-        """The names of the files. A disk that fails is told at the end: ranks gather the next parts together, and none of them may be missing."""
+        """The names of the files."""
         written: list[str] = []
-        failed: OSError | None = None
-        for part in parts:
-            try:
-                written += part.write(self.folder, group)
-            except OSError as error:
-                failed = failed or error
-        if failed is not None:
-            raise failed
+        for_each(parts, lambda part: written.extend(part.write(self.folder, group)))
         return written
 
     @contextmanager

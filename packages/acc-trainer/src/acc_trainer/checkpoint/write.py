@@ -65,7 +65,8 @@ def save_state(
             contents = collect(accelerator)
             weights = states_left(accelerator, transaction.folder)
             parts = parts_of(accelerator, contents, weights, leads=transaction.leads, safe=safe_serialization)
-            manifest = manifest_of(accelerator, contents, target, wish.metric)
+            with together(world, "describing the run"):
+                manifest = manifest_of(accelerator, contents, target, wish.metric)
             if not wish.blocking:
                 background = _background_of(accelerator)
                 with together(world, f"copying the state for {target}"):
