@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from acc_ops.testing import run_threads
 from acc_trainer import Accelerator, CheckpointError
+from acc_trainer.checkpoint import meeting
 
 
 def net():
     return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+
+
+def fill(model, value):
+    with torch.no_grad():
+        model[0].weight.fill_(value)
+
+
+def value_in(folder):
+    return load_file(folder / "model.safetensors")["0.weight"][0, 0].item()
 
 
 def test_the_weights_are_saved_for_loading_elsewhere(tmp_path):
@@ -56,19 +68,83 @@ def test_a_model_that_cannot_be_written_is_an_error_on_every_rank(tmp_path):
     assert "rank 0 failed in save_model (saving a model into" in second[1]
 
 
-def test_the_main_process_may_save_a_model_alone_and_all_may_save_it_afterwards(tmp_path):
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_main_process_may_save_a_model_alone_and_all_may_save_it_afterwards_into_one_folder(
+    tmp_path, first
+):
+    """`first`: the rank that calls first where all do."""
+    gone_on = threading.Event()
+
+    def save(accelerator, model):
+        accelerator.save_model(model, tmp_path / "best")
+
+    def work():
+        accelerator = Accelerator()
+        model = accelerator.prepare(net())
+        for value in (1.0, 2.0):
+            if accelerator.is_main_process:
+                fill(model, value)
+                save(accelerator, model)
+        if accelerator.process_index != first:
+            has_gone_on = gone_on.wait(20.0 if first == 0 else 0.3)
+            assert has_gone_on == (first == 0)  # rank 1 waits for the call that rank 0 has not begun
+        fill(model, 3.0)
+        save(accelerator, model)
+        seen = value_in(tmp_path / "best")
+        gone_on.set()
+        return seen
+
+    assert run_threads(2, work, timeout_s=20) == [3.0, 3.0]
+
+
+def test_an_error_of_a_save_alone_is_not_that_of_a_later_one_of_all(tmp_path):
+    folder = tmp_path / "best"
+    folder.write_text("x")
+
     def work():
         accelerator = Accelerator()
         model = accelerator.prepare(net())
         if accelerator.is_main_process:
-            for name in ("alone", "best"):
-                accelerator.save_model(model, tmp_path / name)
-        accelerator.save_model(model, tmp_path / "all")
-        return (tmp_path / "all" / "model.safetensors").is_file()
+            with pytest.raises(NotADirectoryError):
+                accelerator.save_model(model, folder)
+            folder.unlink()
+        accelerator.wait_for_everyone()
+        accelerator.save_model(model, folder)
+        return (folder / "model.safetensors").is_file()
 
     assert run_threads(2, work, timeout_s=20) == [True, True]
-    for name in ("alone", "best", "all"):
-        assert (tmp_path / name / "model.safetensors").is_file()
+
+
+def test_where_each_rank_has_a_folder_of_its_own_that_of_rank_0_counts(tmp_path):
+    def work():
+        accelerator = Accelerator()
+        model = accelerator.prepare(net())
+        for _ in range(3):
+            accelerator.save_model(model, tmp_path / f"rank{accelerator.process_index}")
+        return (tmp_path / "rank0" / "model.safetensors").is_file()
+
+    with pytest.warns(
+        UserWarning, match=r"rank 0, which writes, was .*rank0; rank 1 was .*rank1, where nothing"
+    ):
+        assert run_threads(2, work, timeout_s=20) == [True, True]
+    assert not (tmp_path / "rank1").exists()
+
+
+def test_a_save_on_another_rank_alone_is_told_with_what_the_main_process_did_not_do(tmp_path, monkeypatch):
+    monkeypatch.setattr(meeting, "WAIT_S", 0.1)
+
+    def work():
+        accelerator = Accelerator()
+        model = accelerator.prepare(net())
+        if accelerator.is_main_process:
+            accelerator.save_model(model, tmp_path / "m")
+        else:
+            accelerator.save_model(model, tmp_path / "m")
+
+    with pytest.warns(
+        UserWarning, match=r"save_model at .*test_saving\.py:\d+ .*rank 0.* did not come there .*goes on"
+    ):
+        run_threads(2, work, timeout_s=20)
 
 
 def test_only_what_has_a_state_is_registered():

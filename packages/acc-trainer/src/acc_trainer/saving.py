@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 import acc_bigmodel
+from acc_ops.callers import warn_caller
 from acc_plugins.states.names import plain_names, plain_state
 from acc_plugins.states.whole import check_no_checkpoint
 from acc_trainer.checkpoint.meeting import led, meet
@@ -29,8 +30,10 @@ def save_model(
 ) -> None:
     """Write the weights on the process that writes; see `Accelerator.save_model`.
 
-    Where the whole weights lie on that process it may be the only one that calls. Where they are gathered (FSDP, meshes) every process must: a
-    CheckpointError, after a minute, otherwise. What fails on the process that writes raises on all that called.
+    Where the whole weights lie on that process it may be the only one that calls, also before and after calls of all. Others that call return when it
+    has written, into the folder that it was given: a warning where theirs has another name. Where it does not come within a minute they
+    go on with a warning. Where weights are gathered (FSDP, meshes) every process must call: CheckpointError, after a minute, otherwise. What fails
+    on the process that writes raises on all that called.
     """
     if not os.fspath(folder):
         raise ValueError("save_model needs a folder to write into, got an empty name; '.' is this folder")
@@ -47,7 +50,12 @@ def save_model(
         save()
     elif not strategy.gathers:
         leader = world.rank - world.local_rank if strategy.save_on_each_node else 0
-        led(world, "save_model", doing, leader, save)
+        done = led(world, "save_model", doing, leader, save)
+        if done != doing:
+            warn_caller(
+                f"save_model: rank {leader}, which writes, was {done}; rank {world.rank} was {doing}, where nothing is written. One name for all "
+                "ranks comes from rank 0: broadcast_object_list"
+            )
     else:
         meet(world, "save_model", takes_wait_s=False)
         with together(world, doing):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from acc_trainer.checkpoint import meeting
 from acc_trainer.checkpoint.layout import CheckpointError
-from acc_trainer.checkpoint.meeting import leave_block, meet
+from acc_trainer.checkpoint.meeting import leave_block, led, meet
 from acc_trainer.checkpoint.together import together
 
 
@@ -162,3 +162,67 @@ def test_ranks_leave_a_block_together_and_a_failed_one_knows_it(ranks):
         return [leave_block(world, (lambda: None) if world.rank == 2 else None) for _ in range(5)]
 
     assert ranks(3, work) == [[True] * 5] * 3
+
+
+def test_the_others_return_when_the_leader_has_done_the_work_and_hear_its_words(ranks):
+    done = []
+
+    def work(world):
+        told = [led(world, "save", f"at it on {world.rank}", 1, lambda: done.append(1)) for _ in range(3)]
+        return told, len(done)
+
+    assert ranks(3, work) == [(["at it on 1"] * 3, 3)] * 3
+
+
+def test_what_runs_the_script_on_one_rank_alone_makes_no_difference(ranks, clock):
+    script = compile("def main():\n    call()\nmain()", "train.py", "exec")
+    begun = threading.Event()
+
+    def work(world):
+        def call():
+            return led(world, "save", "saving", 0, begun.set)
+
+        def profiled():
+            exec(script, {"__name__": "__main__", "call": call})
+
+        if world.rank == 0:
+            profiled()
+        else:
+            assert begun.wait(60)
+            exec(script, {"__name__": "__main__", "call": call})
+        return "returned"
+
+    assert ranks(2, work) == ["returned"] * 2
+
+
+def test_a_leader_that_does_not_come_is_told_after_a_minute_and_one_that_works_may_take_longer(
+    ranks, clock, capfd
+):
+    begun, late = threading.Event(), threading.Event()
+
+    def write():
+        begun.set()
+        assert late.wait(60)
+
+    def work(world):
+        if world.rank == 1:  # it waits longer for the end than it would for the beginning
+            assert begun.wait(60)
+            clock.on_sleep = lambda now: late.set() if now > 2 * meeting.WAIT_S else None
+        led(world, "save", "writing a", 0, write)
+        if world.rank == 1:
+            led(world, "save", "writing b", 0, write)
+
+    said = r"\(writing b\): rank 0, which writes, did not come there within 0.5 s of rank 1, which goes on"
+    with pytest.warns(UserWarning, match=said):
+        assert ranks(2, work) == [None, None]
+    shown = capfd.readouterr().err
+    assert "(writing a) for rank 0, which writes, to end" in shown
+    assert "(writing b) for rank 0, which writes, to come there" in shown
+
+
+def test_without_a_store_the_leader_works_and_nobody_waits():
+    done = []
+    for rank in (1, 0):
+        world = SimpleNamespace(rank=rank, size=2, comm=_NoComm())
+        assert led(world, "save", "saving", 0, lambda rank=rank: done.append(rank)) == "saving"
+    assert done == [0]

@@ -4,22 +4,33 @@
 and would meet the other's next, different one. So the ranks first count themselves in the store through which they found each
 other, which no collective touches. Only when all have come do they speak. Ranks that are threads have no store and need none:
 their `Comm` bounds every wait and compares the calls.
+
+[Note: lines that lead to a call] A call that a rank may make alone (`led`) says nothing of who else will make it, and a folder's name does not tell
+either: the same one is written many times, and each rank may have one of its own (a temporary folder). What the ranks share is the script. So two of
+them make the same call when the same lines led to it, from the top of the script through all functions, and it is for each of them the n-th by
+those lines. A clock, such as the number of collectives or steps, would not do: a lone call and one of all may follow each other
+without any, `main_process_first` shifts the one and ranks with unequal numbers of batches the other. What lines cannot tell: calls that
+one and the same way through the script makes on the leader alone at one time and on all at another (`if is_main or last_epoch:`). Then a rank may
+take an earlier outcome for that of this call. Ranks that call by different lines (`if is_main: save() else: save()`) do not find each other: each is told so and goes on.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import time
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch.distributed as dist
 
+from acc_ops.callers import outside_caller, warn_caller
 from acc_ops.comm import Comm, Meeting, ThreadComm, TorchComm
 from acc_ops.world import World
 
@@ -74,45 +85,50 @@ def meet(world: World, call: str, wait_s: float | None = None, *, takes_wait_s: 
         )
 
 
-def led(world: World, call: str, about: str, leader: int, work: Callable[[], None]) -> None:
-    """`work()` on the rank `leader`, which waits for nobody and may be the only one that calls; the others return when it has done the work.
+def led(world: World, call: str, about: str, leader: int, work: Callable[[], None]) -> str:
+    """`work()` on the rank `leader`, which waits for nobody and may be the only one that calls; the others return when it has done that work.
 
-    What fails there raises there, and as CheckpointError on the ranks that wait for it: half an hour, and with a word on stderr after ten seconds. Calls
-    are counted for each text `about`, so that one which the leader made alone is not taken for another.
+    Returns what the leader is `about`, which the others may say in other words. What fails there raises there, and as CheckpointError on the ranks that
+    wait for it; so does a leader that does not end within half an hour. Where it does not begin within a minute (see the note on lines that lead
+    to a call), the others go on with a warning: it may be busy elsewhere, or come by other lines. Without a store (XLA) they return at once.
     """
-    store = store_of(world) or _store_of_threads(world)
-    digest = hashlib.sha256(about.encode()).hexdigest()[:16]
-    said = f"{_prefix(world)}/{call}/{digest}/{leader}"
-    outcome = f"{said}/{store.add(f'{said}/calls/{world.rank}', 1)}"
+    store = _notes_of(world)
+    if store is None:
+        if world.rank == leader:
+            work()
+        return about
+    lines, place = _lines_to(sys._getframe(1))
+    key = f"{_prefix(world)}/{call}/{leader}/{lines}"
+    number = store.add(f"{key}/calls/{world.rank}", 1)
+    begun, ended = f"{key}/{number}/begun", f"{key}/{number}/ended"
     if world.rank == leader:
-        told = "the process was ended"
+        store.set(begun, about)
+        told = ""
         try:
             work()
-            told = ""
         except BaseException as error:
             told = f"{type(error).__name__}: {error}"
             raise
         finally:
-            store.set(outcome, f"-{told}")  # a store knows no empty text
-        return
-
-    def say(ranks: list[int]) -> None:
-        print(
-            f"acc: rank {world.rank} waits for {_named(ranks)} in {call} ({about})",
-            file=sys.stderr,
-            flush=True,
+            store.set(ended, f"-{told}")  # a store knows no empty text
+        return about
+    waits = f"rank {world.rank} waits in {call} at {place} ({about}) for rank {leader}, which writes, to"
+    done = _note(store, begun, f"{waits} come there", WAIT_S)
+    if done is None:
+        warn_caller(
+            f"{call} at {place} ({about}): rank {leader}, which writes, did not come there within {WAIT_S:g} s of rank {world.rank}, which goes on and "
+            "does not know whether it has written. Let it call, too, by the same lines of the script; where it may come later than that, call "
+            "wait_for_everyone() before"
         )
-
-    def absent() -> list[int]:
-        return [] if store.check([outcome]) else [leader]
-
-    if wait_until_none(absent, say, SAY_AFTER_S, RANK_0_S):
+        return about
+    outcome = _note(store, ended, f"{waits} end", RANK_0_S)
+    if outcome is None:
         raise CheckpointError(
-            f"{call}: rank {leader}, which writes, did not come within {RANK_0_S:g} s ({about})"
+            f"{call}: rank {leader}, which writes, did not end within {RANK_0_S:g} s ({done})"
         )
-    told = store.get(outcome).decode()[1:]
-    if told:
-        raise CheckpointError(f"rank {leader} failed in {call} ({about}): {told}")
+    if told := outcome[1:]:
+        raise CheckpointError(f"rank {leader} failed in {call} ({done}): {told}")
+    return done
 
 
 def leave_block(world: World, complain: Callable[[], None] | None = None) -> bool:
@@ -161,10 +177,43 @@ def wait_until_none(
     return []
 
 
-def _store_of_threads(world: World) -> Any:
-    """A store for ranks that are threads, or for a single one."""
-    meeting = world.comm.meeting if isinstance(world.comm, ThreadComm) else world.comm
-    return _STORES.setdefault(meeting, dist.HashStore())
+def _lines_to(frame: FrameType) -> tuple[str, str]:
+    """A digest of the lines that lead from the top of the script to `frame`, and the innermost that is not ours, as file:line."""
+    lines = []  # without folders, which differ between machines
+    at: FrameType | None = frame
+    while at is not None:
+        code = at.f_code
+        lines.append(f"{os.path.basename(code.co_filename)}:{at.f_lineno} {code.co_name}")
+        if code.co_name == "<module>" and at.f_globals.get("__name__") == "__main__":
+            break  # what runs the script, such as a profiler, may be there on one rank alone
+        at = at.f_back
+    caller = outside_caller(frame)
+    return (
+        hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16],
+        f"{caller.f_code.co_filename}:{caller.f_lineno}",
+    )
+
+
+def _note(store: Any, key: str, waits: str, limit_s: float) -> str | None:
+    """The text that another rank sets for `key`, or None when it has not come within `limit_s` seconds; who waits long `waits` aloud."""
+
+    def absent() -> list[int]:
+        return [] if store.check([key]) else [0]
+
+    def say(_: list[int]) -> None:
+        print(f"acc: {waits}", file=sys.stderr, flush=True)
+
+    if wait_until_none(absent, say, SAY_AFTER_S, limit_s):
+        return None
+    text: str = store.get(key).decode()
+    return text
+
+
+def _notes_of(world: World) -> Any | None:
+    """A store that all ranks of the world share, those that are threads too; None where there is none."""
+    if isinstance(world.comm, ThreadComm):
+        return _STORES.setdefault(world.comm.meeting, dist.HashStore())
+    return store_of(world)
 
 
 def store_of(world: World) -> Any | None:
