@@ -37,8 +37,10 @@ def _fresh_answers():
 
 @pytest.fixture
 def install(monkeypatch, tmp_path):
-    """Make a library importable and give it metadata: `install("aim", "3.9")`."""
+    """Make a library importable and give it metadata: `install("aim", "3.9")`. The real one is back in its place afterwards."""
     monkeypatch.syspath_prepend(tmp_path)
+    for name in _loaded():
+        monkeypatch.delitem(sys.modules, name)
 
     def add(module, version, distribution=None, code=""):
         folder = tmp_path.joinpath(*module.split("."))
@@ -52,10 +54,12 @@ def install(monkeypatch, tmp_path):
         forget_answers()
 
     yield add
-    for name in [
-        name for name in sys.modules if name.partition(".")[0] in ("aim", "brokenlib", "bitsandbytes")
-    ]:
+    for name in _loaded():
         del sys.modules[name]
+
+
+def _loaded():
+    return [name for name in sys.modules if name.partition(".")[0] in ("aim", "brokenlib", "bitsandbytes")]
 
 
 def test_an_installed_library_is_available():
