@@ -20,7 +20,8 @@ def check_on_every_rank(
     """Run `check` with `number` examples, each at the same time on all ranks of the current world; every rank calls it, with the same arguments.
 
     An AssertionError, which a check raises when its run is over, fails the example. Then at most `shrinking` smaller ones are tried, and rank 0 raises
-    for the smallest, which its message names. Anything else that is raised ends the rank at once, as the others may be waiting for it.
+    for the smallest, which its message names. Anything else that is raised ends the rank at once, and it sends nothing any more, as the others may
+    be anywhere.
     """
     comm = current_world().comm
     if comm.rank:
@@ -36,8 +37,11 @@ def check_on_every_rank(
     def drawn(example: Example) -> None:
         name = repr(example)
         if name not in known and len(failed) <= shrinking:
-            comm.broadcast_object((example,))
-            known[name] = comm.all_gather_object(_outcome(check, example))
+            try:
+                comm.broadcast_object((example,))
+                known[name] = comm.all_gather_object(_outcome(check, example))
+            except BaseException as error:
+                raise _Ended(error) from error
             if failed or any(known[name]):
                 failed.append(name)
         wrong = {rank: text for rank, text in enumerate(known.get(name, ())) if text is not None}
@@ -45,8 +49,20 @@ def check_on_every_rank(
 
     try:
         drawn()
-    finally:
+    except _Ended as ended:
+        raise ended.error from ended.error.__cause__
+    except BaseException:
         comm.broadcast_object(None)
+        raise
+    comm.broadcast_object(None)
+
+
+class _Ended(BaseException):
+    """Why rank 0 cannot go on. hypothesis would catch an Exception, and run the example again."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(error)
+        self.error = error
 
 
 def drawn(examples: SearchStrategy[Example], number: int) -> list[Example]:

@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -26,7 +26,7 @@ def names(folder: Path) -> list[str]:
     return sorted(file.name for file in folder.iterdir())
 
 
-def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+def same(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -334,3 +334,50 @@ def test_what_is_no_tensor_is_written_to_a_torch_file_and_refused_with_safetenso
     ):
         save_weights(state, tmp_path / "safe", "model", limit)
     assert not (tmp_path / "safe").exists()
+
+
+@pytest.mark.parametrize("limit", [None, 8])
+def test_a_store_s_other_entries_go_into_a_torch_file_and_a_warning_names_them_with_safetensors(
+    tmp_path: Path, limit: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {"a": torch.ones(2), "layer._extra_state": {"n": 1}, "b": torch.zeros(2)}
+    save_weights(state, tmp_path / "first", "model", limit, safe=False)
+    store = open_store(tmp_path / "first")
+    save_weights(store, tmp_path / "torch", "model", limit, safe=False)
+    copy = open_store(tmp_path / "torch")
+    assert dict(copy.others) == {"layer._extra_state": {"n": 1}}
+    assert same(copy, store)
+    assert caplog.text == ""
+    save_weights(store, tmp_path / "safe", "model", limit)
+    assert same(load_weights(tmp_path / "safe", "model"), store)
+    assert "hold tensors only: layer._extra_state" in caplog.text
+
+
+class _Noting(Mapping[str, torch.Tensor]):
+    """A mapping that makes each tensor when it is asked for."""
+
+    def __init__(self, read: list[str]) -> None:
+        self.read = read
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        self.read.append(name)
+        return torch.full((2,), float(ord(name)))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter("ab")
+
+    def __len__(self) -> int:
+        return 2
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_every_entry_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, safe: bool) -> None:
+    read: list[str] = []
+    save_weights(_Noting(read), tmp_path / "lazy", "model", safe=safe)
+    assert read == ["a", "b"]
+    read.clear()
+    store = open_store(tmp_path / "lazy")
+    get = type(store).__getitem__
+    monkeypatch.setattr(type(store), "__getitem__", lambda self, name: read.append(name) or get(self, name))
+    save_weights(store, tmp_path / "copy", "model", safe=safe)
+    assert read == ["a", "b"]

@@ -163,6 +163,25 @@ class Stack(nn.Module):
         return torch.cat([x, *(head(x) for head in self.heads)], dim=-1)
 
 
+class Shortcut(nn.Module):
+    """A block of a ResNet: its shortcut is an empty sequence where sizes stay, and one of its parts may be missing."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.shortcut, self.norm = nn.Linear(4, 4), nn.Sequential(), None
+
+    def forward(self, x):
+        return torch.relu(self.linear(x)) + self.shortcut(x)
+
+
+class Gathering(Block):
+    """A block with lists that are empty until something is put into them."""
+
+    def __init__(self):
+        super().__init__()
+        self.list, self.dictionary, self.weights = nn.ModuleList(), nn.ModuleDict(), nn.ParameterList()
+
+
 def _through(blocks, x):
     if isinstance(blocks, (nn.ModuleList, nn.ModuleDict)):
         for block in blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks:
@@ -212,6 +231,8 @@ _FORMS = {
         lambda: nn.ModuleList(Other() if i % 2 else Block() for i in range(12)),
         [2, 4],
     ),
+    "blocks with an empty shortcut": (lambda: nn.Sequential(*(Shortcut() for _ in range(6))), [3]),
+    "blocks with empty lists": (lambda: nn.Sequential(*(Gathering() for _ in range(6))), [2]),
     "one block many times": (lambda: nn.ModuleList([_SHARED] * 12), [2]),
     "one block": (lambda: nn.ModuleList([Block()]), [2]),
     "layers of torch's own": (

@@ -93,7 +93,7 @@ class NeverSynchronising(ReplicatedStrategy):
     [
         (Reversing, 1, "test_prepare_keeps_the_order_and_every_parameter_its_optimizer"),
         (NeverDividing, 1, "test_two_micro_batches_equal_one_big_batch"),
-        (NeverSynchronising, 2, "test_two_micro_batches_equal_one_big_batch"),
+        (NeverSynchronising, 2, "test_ten_steps_equal_plain_torch_in_float64_losses_and_gradients"),
         (NeverExchanging, 2, "test_a_step_behind_a_window_that_was_broken_off_exchanges_what_it_held"),
         (Keeping, 2, "test_a_window_that_was_broken_off_and_emptied_leaves_nothing_behind"),
         (ClippingToOne, 1, "test_clip_norm_returns_the_true_norm_and_clips_to_it"),

@@ -10,6 +10,7 @@ folder, another one waits; whoever has the lock clears up what a killed one has 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import sys
@@ -37,6 +38,8 @@ from acc_bigmodel.stores.safetensors import Entry, write_safetensors
 from acc_bigmodel.stores.store import WeightStore
 from acc_ops.units import convert_file_size_to_int
 
+logger = logging.getLogger(__name__)
+
 
 def save_weights(
     state: Mapping[str, torch.Tensor],
@@ -50,7 +53,8 @@ def save_weights(
     More than `max_shard_size` (bytes, or "10GB") makes shards `NAME-00001-of-0000N` and an index, which comes last. Names
     that share one tensor share it in the file too. Other files of an earlier save of the same name, in either format, are
     removed; nothing else is touched. One tensor at a time is in memory when `state` is a `WeightStore`. What is no tensor
-    (a module's extra state) goes into the first torch file.
+    (a module's extra state; the `others` of a store) goes into the first torch file. Where `safe`, a warning names what is left
+    out of a store.
 
     Raises RuntimeError for a tensor on the meta device, TypeError for an entry that is no tensor where `safe`,
     NotADirectoryError when `folder` is a file.
@@ -60,10 +64,12 @@ def save_weights(
         raise NotADirectoryError(f"{folder} is a file; weights are saved into a folder")
     if not name or Path(name).name != name:
         raise ValueError(f"the name of the weights must be a plain file name, got {name!r}")
-    others = (
-        {} if safe else {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
-    )
-    items = checked_items({key: state[key] for key in state if key not in others} if others else state)
+    tensors, others = (state, {}) if safe else _tensors_and_others(state)
+    if safe and isinstance(state, WeightStore) and state.others:
+        logger.warning(
+            "left out of %s, because safetensors files hold tensors only: %s", folder, ", ".join(state.others)
+        )
+    items = checked_items(tensors)
     limit = None if max_shard_size is None else convert_file_size_to_int(max_shard_size)
     shards = _split(items, limit)
     stem, kind = stem_of(name, safe), SAFETENSORS if safe else TORCH
@@ -143,6 +149,15 @@ def checked_items(state: Mapping[str, torch.Tensor]) -> list[Item]:
     ]
 
 
+def _tensors_and_others(state: Mapping[str, Any]) -> tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]:
+    """What is a tensor, and what is none. A store knows it; of another mapping each entry is read once."""
+    if isinstance(state, WeightStore):
+        return state, state.others
+    entries = dict(state)
+    others = {name: value for name, value in entries.items() if not isinstance(value, torch.Tensor)}
+    return {name: value for name, value in entries.items() if name not in others}, others
+
+
 def _reader(store: WeightStore, name: str) -> Callable[[], torch.Tensor]:
     return lambda: store[name]
 
@@ -207,7 +222,8 @@ def _write(
         tensor = item.entry.read().detach().to("cpu")
         tensor = tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
         content.update(dict.fromkeys((item.name, *item.aliases), tensor))
-    write_torch_file(file, {name: content[name] for name in state if name in content})
+    in_order = dict.fromkeys((*state, *others))  # a store does not list its others
+    write_torch_file(file, {name: content[name] for name in in_order if name in content})
 
 
 def write_torch_file(file: str | os.PathLike[str], content: Any) -> None:

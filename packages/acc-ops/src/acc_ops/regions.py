@@ -92,7 +92,10 @@ class _Plan:
     def kind(self, module: nn.Module) -> int:
         """The same number for modules that one graph serves: of the same classes, with the sizes that they print."""
         if module not in self._kinds:
-            parts = tuple((name, child and self.kind(child)) for name, child in module._modules.items())
+            parts = tuple(
+                (name, None if child is None else self.kind(child))  # an empty container is false
+                for name, child in module._modules.items()
+            )
             key = type(module), module.extra_repr(), parts
             self._kinds[module] = self._numbers.setdefault(key, len(self._numbers) + 1)
         return self._kinds[module]

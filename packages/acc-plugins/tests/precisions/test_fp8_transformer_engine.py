@@ -20,6 +20,7 @@ from acc_ops.world import current_world
 from acc_plugins.options.fp8 import TERecipeKwargs
 from acc_plugins.precisions import fp8_transformer_engine as subject
 from acc_plugins.precisions.fp8_transformer_engine import (
+    TransformerEngineAutocast,
     TransformerEngineFloat8,
     apply_fp8_autowrap,
     contextual_fp8_autocast,
@@ -173,6 +174,16 @@ def test_a_forward_runs_under_the_autocast_while_its_model_trains() -> None:
         for training in (True, False):
             forward(model.train(training), torch.ones(1))
     assert seen == [(True, "recipe"), (False, "recipe"), (True, "recipe"), (True, "recipe")]
+
+
+def test_a_bound_forward_of_a_model_without_items_knows_its_model() -> None:
+    class Empty(nn.ModuleList):  # it is false
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(active[-1])
+            return x
+
+    TransformerEngineAutocast("recipe")(Empty().eval().forward, torch.ones(1))
+    assert seen == [(False, "recipe")]
 
 
 def test_the_recipe_of_the_handler_reaches_the_layers() -> None:

@@ -59,6 +59,22 @@ def test_more_than_the_largest_size_makes_several_files_and_an_index(
     ) == sorted(files)
 
 
+def test_extra_state_goes_into_torch_files_and_is_named_where_it_is_left_out(
+    tmp_path: Path, write_shards: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    extra = {"n": 1}
+    write_shards(tmp_path / "shards", {**STATE, ("model", "layer._extra_state"): extra})
+    merge_fsdp_weights(str(tmp_path / "shards"), str(tmp_path / "torch"), safe_serialization=False)
+    merged = torch.load(tmp_path / "torch" / "pytorch_model.bin", weights_only=True)
+    assert merged["layer._extra_state"] == extra
+    assert set(merged) == {"a", "b", "layer._extra_state"}
+    assert caplog.text == ""
+    merge_shards(tmp_path / "shards", tmp_path / "safe")
+    assert set(load_weights(tmp_path / "safe", "model")) == {"a", "b"}
+    assert f"left out of {tmp_path / 'safe'}, because" in caplog.text
+    assert "layer._extra_state" in caplog.text
+
+
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What is read of a folder, and for how many tensors that were read before there is still memory."""
@@ -72,6 +88,13 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(ShardFolder, "read", noting)
     return told
+
+
+def test_every_tensor_is_read_once_for_torch_files(
+    checkpoint: Path, tmp_path: Path, reads: list[Any]
+) -> None:
+    merge_shards(checkpoint, tmp_path / "out", safe_serialization=False)
+    assert sorted(key for key, _ in reads) == [("model", "a"), ("model", "b")]
 
 
 def test_one_tensor_at_a_time_is_in_memory(checkpoint: Path, tmp_path: Path, reads: list[Any]) -> None:

@@ -218,8 +218,20 @@ def test_what_only_looks_different_in_an_optimizer_is_none_of_it() -> None:
         world = current_world()
         model = nn.Linear(2, 2)
         optimizer = _optimizer(model, lr=1 if world.rank else 1.0)
-        optimizer.param_groups[0]["hook"] = lambda: world.rank  # no plain value
+        (group,) = optimizer.param_groups
+        group["hook"] = lambda: world.rank  # no plain value
+        if world.rank:
+            group["lr"] = group.pop("lr")  # stands last now
         prepared(world, model, optimizers=[optimizer])
+
+    run_threads(2, run)
+
+
+def test_facts_that_are_equal_and_look_different_are_no_difference() -> None:
+    def run() -> None:
+        world = current_world()
+        one = 1 if world.rank else True  # another text
+        told_by(world, {}, nn.Linear(1, 1), treated=[("blocks", one)])
 
     run_threads(2, run)
 
@@ -260,6 +272,41 @@ def test_what_a_user_s_function_raises_on_one_rank_is_raised_on_all() -> None:
         return str(caught.value.__cause__)
 
     assert run_threads(2, run) == ["rank 1 raised this", "'no such block'"]
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_what_tying_an_empty_model_raises_on_one_rank_is_raised_on_all(odd: int) -> None:
+    class Retied(nn.Sequential):
+        def tie_weights(self) -> None:
+            raise RuntimeError("cannot tie")
+
+    def run() -> str:
+        world = current_world()
+        with torch.device("meta" if world.rank == odd else "cpu"):
+            model = Retied(nn.Linear(2, 2))
+        optimizer = torch.optim.SGD(model.parameters())
+        with pytest.raises(RuntimeError, match="cannot tie") as caught:
+            prepared(world, model, optimizers=[optimizer])
+        return str(caught.value.__cause__)
+
+    assert run_threads(2, run, timeout_s=10)[1 - odd] == f"rank {odd} raised this"
+
+
+def test_an_optimizer_that_cannot_be_read_on_one_rank_is_an_error_on_all() -> None:
+    class Odd(torch.Tensor):
+        def tolist(self) -> Any:
+            raise RuntimeError("no numbers")
+
+    def run() -> None:
+        world = current_world()
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters())
+        if world.rank:
+            optimizer.param_groups[0]["lr"] = torch.tensor(0.1).as_subclass(Odd)
+        with pytest.raises(RuntimeError, match="no numbers"):
+            prepared(world, model, optimizers=[optimizer])
+
+    run_threads(2, run, timeout_s=10)
 
 
 def test_a_model_for_evaluation_is_one_rank_s_own_matter() -> None:

@@ -109,7 +109,9 @@ def _compare_shapes(
     problem: Exception | None = None
     shapes: list[tuple[int, tuple[int, ...]]] = []
     try:
-        shapes = [(dim, tuple(buffer.shape)) for buffer, dim in _checked(buffers, dims, keep_split, line)]
+        shapes = [
+            (int(dim), tuple(buffer.shape)) for buffer, dim in _checked(buffers, dims, keep_split, line)
+        ]
     except (TypeError, ValueError) as error:  # the others must hear of it
         problem = error
     told = zlib.crc32(repr(shapes).encode())

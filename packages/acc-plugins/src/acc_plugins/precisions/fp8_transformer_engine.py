@@ -139,7 +139,8 @@ class TransformerEngineAutocast:
 
     def __call__(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """The model is what `forward` is bound to, or its first argument."""
-        model = getattr(forward, "__self__", None) or args[0]
+        bound = getattr(forward, "__self__", None)
+        model = args[0] if bound is None else bound  # a model without items is false
         te = _library("mixed_precision='fp8'")
         with te.fp8_autocast(enabled=self.use_during_eval or model.training, fp8_recipe=self.recipe):
             return forward(*args, **kwargs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 from pathlib import Path
@@ -13,7 +12,6 @@ from acc_ops.world import current_world
 from acc_plugins.states.shards import METADATA, ShardFolder, ShardStore, is_shard_folder
 from acc_plugins.states.whole import check_no_checkpoint, check_no_part
 
-logger = logging.getLogger(__name__)
 _WEIGHTS, _OPTIMIZERS = "pytorch_model_fsdp_*", "optimizer*"
 
 
@@ -55,7 +53,8 @@ def merge_shards(
     """As `merge_fsdp_weights`, in this process; the names of the files.
 
     More than `max_shard_size` (bytes, or "5GB") makes several files and an index. The files appear when they are whole; with safetensors one
-    tensor at a time is in memory, with torch files all of one file.
+    tensor at a time is in memory, with torch files all of one file. Extra state that is no tensor goes into the first torch file; it is left out
+    of safetensors files, and a warning names it.
     """
     for check in (check_no_checkpoint, check_no_part):
         check(output_path, "merging weights into it")
@@ -66,10 +65,6 @@ def merge_shards(
     store = ShardStore(ShardFolder(folder))
     if not len(store) or ("optimizer", "state") in {key[:2] for key in store.folder.tensors}:
         raise ValueError(f"{folder} holds no weights but the state of an optimizer.{_hint(folder.parent)}")
-    if store.others:
-        logger.warning(
-            "left out of %s, because they are no tensors: %s", output_path, ", ".join(store.others)
-        )
     files = acc_bigmodel.save_weights(store, output_path, "model", max_shard_size, safe=safe_serialization)
     if remove_checkpoint_dir:
         shutil.rmtree(folder)

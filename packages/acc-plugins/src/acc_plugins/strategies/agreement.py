@@ -4,7 +4,7 @@
 meant for something else. This exchange is the first one of every strategy (of FSDP1's constructor, too, where that speaks), and looks the
 same for all. What is compared: options that decide what is sent or written; of every model its weights, which of them are trained, which are
 shared, and how it is split; of every optimizer its groups, by the names of their parameters, and their settings. A rank that cannot say what it
-would do (a user's wrap policy raises) tells its error here, and all raise that.
+would do (a user's wrap policy or `tie_weights` raises) tells its error here, and all raise that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -77,7 +77,7 @@ def check_agreement(
     if len({one[2] for one in told}) > 1:
         everyone = comm.all_gather_object((list(models), list(optimizers)))
         _compare_models([one[0] for one in everyone])
-        _refuse_optimizers([one[1] for one in everyone])
+        _compare_optimizers([one[1] for one in everyone])
 
 
 def _compare_options(everyone: list[dict[str, str]]) -> None:
@@ -111,8 +111,10 @@ def _compare_models(everyone: list[list[ModelFacts]]) -> None:
     )
 
 
-def _refuse_optimizers(everyone: list[list[OptimizerFacts]]) -> NoReturn:
+def _compare_optimizers(everyone: list[list[OptimizerFacts]]) -> None:
     rank, theirs = _first_other(everyone)
+    if rank is None:  # what is the same may have other digests: 1 and True
+        return
     at, here, there = next(
         (at, a, b) for at, (a, b) in enumerate(zip(everyone[0], theirs, strict=True)) if a != b
     )
@@ -164,7 +166,9 @@ def optimizer_facts(optimizer: Any, names: list[list[str]]) -> OptimizerFacts:
     """
     settings = []
     for group in optimizer.param_groups:
-        shown = {key: _setting(value) for key, value in group.items() if key not in ("params", "param_names")}
+        # sorted, as a load may have put them into another order
+        keys = sorted(group.keys() - {"params", "param_names"}, key=str)
+        shown = {key: _setting(group[key]) for key in keys}
         settings.append({key: text for key, text in shown.items() if text is not None})
     return OptimizerFacts(kind=type(optimizer).__name__, parameters=names, settings=settings)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from acc_hooks.ties import replace_tensors, shared_parameters, tie_again
+from acc_ops.exchange import tried
 from acc_ops.world import World
 from acc_plugins.strategies.agreement import check_agreement, model_facts
 
@@ -28,13 +29,15 @@ def tie_what_is_empty(model: nn.Module) -> None:
 def must_be_sent(model: nn.Module, world: World, plan: Sequence[str], error: Exception | None) -> bool:
     """Whether some rank has no values for some weight, so that rank 0's must be sent. Every rank calls it, before anything is changed.
 
-    `plan` is what this rank is about to do, `error` why it cannot, which every rank raises then. Raises a ValueError on every rank when the ranks
-    built different models or plan to do different things, and when nobody has values for a weight.
+    `plan` is what this rank is about to do, `error` why it cannot, which every rank raises then, as it does what the model's `tie_weights` raises
+    on one. Raises a ValueError on every rank when the ranks built different models or plan to do different things, and when nobody has values
+    for a weight.
     """
-    tie_what_is_empty(model)
+    _, not_tied = tried(lambda: tie_what_is_empty(model))
     every = itertools.chain(model.named_parameters(), model.named_buffers())
     missing = any(tensor.is_meta for _, tensor in every)
     stuck = _cannot_start(model) if missing and world.is_main else None
+    error = not_tied if error is None else error
     check_agreement(world.comm, {"the strategy": "fsdp2"}, [model_facts(model, [])], error=error)
     mine = (list(plan), stuck, missing)
     told = [mine] if world.size == 1 else world.comm.all_gather_object(mine)

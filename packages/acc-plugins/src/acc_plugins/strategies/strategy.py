@@ -26,7 +26,14 @@ from acc_plugins.precisions.precision import Precision
 from acc_plugins.states.names import ParameterNames, plain_state
 from acc_plugins.states.part import Part, TorchFilePart, WeightsPart
 from acc_plugins.strategies import clip
-from acc_plugins.strategies.agreement import Facts, check_agreement, model_facts, optimizer_facts
+from acc_plugins.strategies.agreement import (
+    Facts,
+    ModelFacts,
+    OptimizerFacts,
+    check_agreement,
+    model_facts,
+    optimizer_facts,
+)
 from acc_plugins.strategies.placing import follow, place
 from acc_plugins.strategies.same_start import tie_what_is_empty
 
@@ -90,16 +97,22 @@ class Strategy:
         return made
 
     def _agree(self, bundle: Bundle) -> None:
+        facts, error = tried(lambda: self._facts(bundle))  # it calls functions of the user's
+        models, optimizers = facts or ([], [])
+        kinds = ", ".join(type(one).__name__ for one in bundle.optimizers)
+        options = {**self.options_of_all_ranks(), "the optimizers": kinds or "none"}
+        check_agreement(self.world.comm, options, models, optimizers, error=error)
+
+    def _facts(self, bundle: Bundle) -> tuple[list[ModelFacts], list[OptimizerFacts]]:
+        """What this rank tells the others about the bundle."""
         for model in bundle.models:
             tie_what_is_empty(model)
-        models, error = tried(lambda: [model_facts(model, self.treatment(model)) for model in bundle.models])
+        models = [model_facts(model, self.treatment(model)) for model in bundle.models]
         named = self.names.about(bundle.models, bundle.optimizers)
         optimizers = [
             optimizer_facts(one, names) for one, names in zip(bundle.optimizers, named, strict=True)
         ]
-        kinds = ", ".join(one.kind for one in optimizers)
-        options = {**self.options_of_all_ranks(), "the optimizers": kinds or "none"}
-        check_agreement(self.world.comm, options, models or (), optimizers, error=error)
+        return models, optimizers
 
     def options_of_all_ranks(self) -> dict[str, str]:
         """By name, what must be the same on every rank, since it decides what is sent or what files hold."""
