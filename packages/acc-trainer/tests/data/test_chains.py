@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Weighted
 
 from acc_ops.testing import run_threads
 from acc_ops.world import current_world
-from acc_trainer.data.prepare import prepare_data_loader, rest_of_epoch
+from acc_trainer.data.prepare import prepare_data_loader, rest_of_epoch, skip_first_batches
 from acc_trainer.grad_sync import GradSync
 
 KINDS = ["plain", "seeded", "generator", "drawn", "weighted", "stream", "items", "own batches"]
@@ -35,6 +35,7 @@ class Layout(NamedTuple):
     steps: int  # 0: it saves right after the load
     saves: str  # where: in the loop, behind it, or with a pass begun that has read nothing
     used: int  # batches that its loader had read already when it loaded
+    skips: int = 0  # it says `skip_first_batches`, so many times, rather than `rest_of_epoch`
 
 
 class Stream(IterableDataset):
@@ -120,6 +121,17 @@ def samples(loader, batch):
     return rows[: len(rows) - loader.position.padding]
 
 
+def rest(loader, skips, behind):
+    """The rest of an epoch of which `behind` batches were handed out before a load; a script that skips may do it over a twin of a twin."""
+    if not skips:
+        return rest_of_epoch(loader)
+    return (
+        skip_first_batches(skip_first_batches(loader, behind), 0)
+        if skips == 2
+        else skip_first_batches(loader, behind)
+    )
+
+
 def live(kind, size, layout, states, workers, life, last):
     """One life of one rank: what it saw, by epoch, and the state that it saved."""
     world = current_world()
@@ -129,15 +141,18 @@ def live(kind, size, layout, states, workers, life, last):
     if states is not None:
         made.position.load_state_dict(states[world.rank if len(states) == world.size else 0])
         assert made.position.not_dealt is None
+    # what was saved before anything was read in this layout has no number of batches that a script could skip
+    behind = 0 if states is None or made.position._at_end else made.position.saved_batches
+    skips = layout.skips if behind or not made.position.is_dealt else 0
     seen, left = [], layout.steps
     if not left and layout.saves == "begun" and not last:
-        passed = iter(rest_of_epoch(made))
+        passed = iter(rest(made, skips, behind))
         state = saved(made)
         passed.close()
         return seen, state
     for _ in range(2 if last else left):
         batch = None
-        for batch in rest_of_epoch(made):
+        for batch in rest(made, skips, behind):
             seen += [(made.position.epoch, one) for one in samples(made, batch)]
             left -= 1
             if not left and not last:
@@ -145,6 +160,7 @@ def live(kind, size, layout, states, workers, life, last):
                     return seen, saved(made)
                 break
         assert batch is not None, "a pass without a batch"
+        behind = 0
         if left <= 0 and not last:
             break
     return seen, saved(made)
@@ -159,6 +175,7 @@ LAYOUTS = st.builds(
     steps=st.sampled_from([0, 1, 0, 2, 3, 4]),
     saves=st.sampled_from(["inside", "behind", "begun"]),
     used=st.sampled_from([0, 0, 1, 2]),
+    skips=st.integers(0, 2),
 )
 
 

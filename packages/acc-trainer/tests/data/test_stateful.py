@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
+import itertools
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from acc_ops.random import capture_rng, restore_rng, set_seed
 from acc_ops.testing import run_threads
 from acc_trainer.data.loader import DataLoaderShard
-from acc_trainer.data.prepare import prepare_data_loader, rest_of_epoch
+from acc_trainer.data.prepare import prepare_data_loader, rest_of_epoch, skip_first_batches
 from acc_trainer.grad_sync import GradSync
 
 has_torchdata = importlib.util.find_spec("torchdata") is not None
@@ -20,6 +22,33 @@ has_torchdata = importlib.util.find_spec("torchdata") is not None
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(range(11))
+
+
+class Counter:
+    """What reads a stream, and has a state of its own."""
+
+    def __init__(self):
+        self.at = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.at == 11:
+            raise StopIteration
+        self.at += 1
+        return self.at - 1
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+class Counting(IterableDataset):
+    def __iter__(self):
+        return Counter()
 
 
 def flat(loader):
@@ -83,11 +112,11 @@ def test_its_own_state_is_enough_to_go_on_with(data, workers):
 @pytest.mark.skipif(not has_torchdata, reason="needs torchdata")
 @pytest.mark.filterwarnings("ignore")
 def test_a_subclass_can_correct_the_state_that_was_taken():
-    class Counting(DataLoaderShard):
+    class Noting(DataLoaderShard):
         def adjust_state_dict_for_prefetch(self):
             self.dl_state_dict["mine"] = self.position.batches
 
-    made = Counting(Stream(), use_stateful_dataloader=True, batch_size=2)
+    made = Noting(Stream(), use_stateful_dataloader=True, batch_size=2)
     made._grad_sync = GradSync()
     assert [made.state_dict()["mine"] for _ in made] == list(range(6))
 
@@ -221,3 +250,109 @@ def test_ranks_that_end_apart_go_on_in_the_same_epoch(stateful):
         return wanted[0]
 
     assert run_threads(2, work) == [[[8, 9]], []]
+
+
+def dispatched(loader):
+    made = prepare_data_loader(
+        loader,
+        dispatch_batches=True,
+        put_on_device=True,
+        device=torch.device("cpu"),
+        use_stateful_dataloader=True,
+    )
+    made._grad_sync = GradSync()
+    return made
+
+
+def resumed(made, state):
+    made.position.load_state_dict(copy.deepcopy(state))
+    return made
+
+
+def rows(loader):
+    return [batch.tolist() for batch in loader]
+
+
+TWINS = {
+    "a twin": lambda loader: skip_first_batches(loader, 2),
+    "a twin of a twin": lambda loader: skip_first_batches(skip_first_batches(loader, 1), 1),
+}
+
+
+@pytest.mark.skipif(not has_torchdata, reason="needs torchdata")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("twin", TWINS)
+@pytest.mark.parametrize("data", [lambda: list(range(11)), Stream, Counting])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("used", [0, 1])
+def test_what_is_saved_while_a_loader_without_its_first_batches_is_read_is_where_that_stands(
+    twin, data, ranks, used
+):
+    def make():
+        made = dispatched(DataLoader(data(), 1))
+        for _ in itertools.islice(made, used):
+            pass
+        return made
+
+    def work():
+        whole = rows(dispatched(DataLoader(data(), 1)))
+        made, states = dispatched(DataLoader(data(), 1)), []
+        for _ in itertools.islice(made, 2):
+            states = [copy.deepcopy(made.position.state_dict())]
+        made = resumed(make(), states[0])
+        for at, batch in enumerate(TWINS[twin](made), start=2):
+            assert batch.tolist() == whole[at]
+            states.append(copy.deepcopy(made.position.state_dict()))
+        for at, state in enumerate(states[:-1], start=2):
+            assert rows(rest_of_epoch(resumed(make(), state))) == whole[at:]
+        for state in (states[-1], made.position.state_dict()):  # at the last batch, and behind it
+            assert rows(rest_of_epoch(resumed(make(), state))) == whole
+        assert rows(made) == whole
+        return [one for batch in whole for one in batch]
+
+    assert set(itertools.chain(*run_threads(ranks, work))) == set(range(11))
+
+
+@pytest.mark.skipif(not has_torchdata, reason="needs torchdata")
+@pytest.mark.filterwarnings("ignore")
+def test_a_twin_that_was_made_before_a_load_goes_on_behind_it():
+    made = dispatched(DataLoader(range(12), 2))
+    next(iter(made))
+    state = copy.deepcopy(made.position.state_dict())
+    twin = skip_first_batches(made, 1)
+    assert flat(twin) == list(range(2, 12))
+    made.position.load_state_dict(state)
+    assert flat(twin) == list(range(2, 12))
+    assert made.position.state_dict()["loader"]["_iterator_finished"]
+    twin.load_state_dict(state["loader"])
+    assert made.state_dict() == state["loader"]
+    assert flat(made) == list(range(2, 12))
+
+
+@pytest.mark.skipif(not has_torchdata, reason="needs torchdata")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_dispatching_loader_that_becomes_stateful_in_an_epoch_goes_on_in_it(ranks, stream):
+    def lives():
+        def make(stateful):
+            made = prepare_data_loader(
+                DataLoader(Stream() if stream else list(range(11)), 1),
+                dispatch_batches=True,
+                put_on_device=True,
+                device=torch.device("cpu"),
+                use_stateful_dataloader=stateful,
+            )
+            made._grad_sync = GradSync()
+            return made
+
+        got, state = [], None
+        for stateful, steps in ((False, 1), (True, 0), (True, 1), (True, 1), (False, 99)):
+            made = make(stateful) if state is None else resumed(make(stateful), state)
+            for batch in itertools.islice(rest_of_epoch(made), steps):
+                got += batch[: len(batch) - made.position.padding].tolist()
+                state = copy.deepcopy(made.position.state_dict())
+            state = copy.deepcopy(made.position.state_dict()) if not steps else state
+        return got
+
+    assert sorted(itertools.chain(*run_threads(ranks, lives))) == list(range(11))

@@ -10,10 +10,17 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from acc_ops.optional import require
 from acc_trainer.data.draws import as_then
 from acc_trainer.data.position import LoaderPosition
 from acc_trainer.data.samplers import has_trusted_length
+from acc_trainer.data.torchdata_state import (
+    batches_in,
+    given_state,
+    has_no_state,
+    is_fresh,
+    stateful_loader_class,
+    was_asked,
+)
 from acc_trainer.grad_sync import GradSync
 from acc_trainer.gradient_state import current_grad_sync
 
@@ -40,7 +47,6 @@ class DataLoaderAdapter:
         """Stand in front of `base`."""
         self.base_dataloader = base
         self.use_stateful_dataloader = callable(getattr(base, "load_state_dict", None))
-        self.dl_state_dict: dict[str, Any] | None = None
         self._grad_sync: GradSync | None = None
         self._origin: tuple[weakref.ref[Any], Any] | None = None  # what it was prepared from, and how
         self._use_position(LoaderPosition())
@@ -76,6 +82,15 @@ class DataLoaderAdapter:
         return self._grad_sync if self._grad_sync is not None else current_grad_sync()
 
     # state -------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def dl_state_dict(self) -> dict[str, Any] | None:
+        """The stateful loader's state where its own would tell of a batch that was read ahead, or of no load; twins have it together."""
+        return self.position.inner_state
+
+    @dl_state_dict.setter
+    def dl_state_dict(self, state: dict[str, Any] | None) -> None:
+        self.position.inner_state = state
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands after the batch in use; for a stateful loader its own state."""
@@ -118,7 +133,7 @@ class DataLoaderAdapter:
         self._set_seed(self.position.seed)
         if not self.use_stateful_dataloader or "loader" not in state or state.get("finished"):
             return
-        if not state["batches"] and is_fresh(state["loader"]):  # a new pass draws as it would have drawn
+        if is_fresh(state["loader"]) and not state.get("over"):  # a new pass draws as it would have drawn
             return
         self.position.goes_on = True
         if not state.get("over"):  # else this rank has no batch left of an epoch that others are in
@@ -129,28 +144,46 @@ class DataLoaderAdapter:
 
         torchdata would do so by itself, and count what it drops twice, so that its next state is wrong.
         """
-        self.dl_state_dict = dict(state)  # until the next pass reads
+        self._forget_passes(workers=True)
+        self.dl_state_dict = self.position.given = dict(state)  # until the next pass reads
         if is_stream(self.base_dataloader) and has_no_state(state):
             return batches_in(state)
-        self.base_dataloader.load_state_dict(dict(state))
+        self.base_dataloader.load_state_dict(self.dl_state_dict)
         return None
+
+    def _take_given(self) -> None:
+        """A state that somebody gave to the stateful loader below counts as given to this one, whose next pass has to know where it stands."""
+        base, position = self.base_dataloader, self.position
+        given, ours = given_state(base), self.dl_state_dict if position.goes_on else None
+        if not was_asked(base):
+            if given is not None and given is not position.given:
+                position.go_on_behind(self._steps_in(given), self._give_to_base(given))
+        elif ours is not None:  # anew, as workers may have read ahead in the order of another epoch
+            self._give_to_base(ours)
+        elif given is not None:  # its iterator has that already; a stream may tell of it only when it is read
+            position.go_on_behind(self._steps_in(given))
+        else:
+            self._forget_passes(workers=True)
 
     def _forget_passes(self, *, workers: bool) -> None:
         """The loader below keeps nothing of an earlier pass, or of a state that was loaded before, of which its own state would tell; `workers`
         that stay go as well."""
         base = self.base_dataloader
         self.dl_state_dict = None
+        if self.use_stateful_dataloader:
+            base.next_iter_state = None
         if keeps_workers(base) and not workers:
             return
         if self.use_stateful_dataloader:
-            base._iterator = base.next_iter_state = None
+            base._iterator, base._initial_iter_for_state_dict = None, False
         elif keeps_workers(base):
             base._iterator = None
 
     def _is_open(self) -> bool:
         """Whether torch has an iterator for the next pass already, or the saved run would have one."""
         base = self.base_dataloader
-        return keeps_workers(base) and (self.position.was_open or base._iterator is not None)
+        opened = base._iterator is not None and not was_asked(base)
+        return keeps_workers(base) and (self.position.was_open or opened)
 
     def _whole(self) -> Iterator[Any]:
         """An iterator over all of the base loader: the one that torch keeps, where workers stay."""
@@ -181,14 +214,14 @@ class DataLoaderAdapter:
         return twin
 
     def __reduce__(self) -> tuple[Any, ...]:
-        left = ("_grad_sync", "_origin", "position", "dl_state_dict")
+        left = ("_grad_sync", "_origin", "position")
         kept = {k: v for k, v in self.__dict__.items() if k not in left}
         return _rebuild, (type(self), kept, self.position.state_dict())
 
 
 def _rebuild(kind: type[DataLoaderAdapter], kept: dict[str, Any], state: dict[str, Any]) -> DataLoaderAdapter:
     made = object.__new__(kind)
-    made.__dict__.update(kept, _grad_sync=None, _origin=None, dl_state_dict=None)
+    made.__dict__.update(kept, _grad_sync=None, _origin=None)
     made._use_position(LoaderPosition())
     made.position.load_state_dict(state)
     return made
@@ -251,40 +284,6 @@ def _rest_of(loader: Any) -> int:
         return -1
 
 
-def batches_in(state: Mapping[str, Any]) -> int:
-    """The batches that a stateful loader had read of its pass in this state of its own, which has one form with workers and one without."""
-    if state.get("_iterator_finished"):
-        return 0
-    snapshot = state.get("_snapshot", {})
-    steps = state.get("_num_yielded", snapshot.get("_snapshot_step", 0))
-    return int(steps) + int(state.get("_steps_since_snapshot", 0))
-
-
-def has_no_state(state: Mapping[str, Any]) -> bool:
-    """Whether the stream in this state of a stateful loader, or its iterator, told none of its own."""
-    if not state:
-        return False
-    workers = state.get("_snapshot", {}).get("_worker_snapshots", {}).values()
-    return all(
-        one.get("dataset_state") is None
-        and (one.get("fetcher_state") or {}).get("dataset_iter_state") is None
-        for one in (workers or [state])
-    )
-
-
-def is_fresh(state: Mapping[str, Any]) -> bool:
-    """Whether nothing was read in this state of a stateful loader, and nothing in it has a state of its own."""
-    main = state.get("_snapshot", {}).get("_main_snapshot", state)
-    return has_no_state(state) and not batches_in(state) and main.get("_index_sampler_state") is None
-
-
-def stateful_loader_class() -> Any:
-    """torchdata's `StatefulDataLoader`; `ImportError` without torchdata >= 0.8."""
-    require("torchdata", "a stateful data loader (use_stateful_dataloader=True)")
-    module = require("torchdata.stateful_dataloader", "a stateful data loader (torchdata 0.8 or newer)")
-    return module.StatefulDataLoader
-
-
 def exact_length(loader: Any) -> int | None:
     """The number of batches where it is certain, else None."""
     if is_stream(loader) or iterates_itself(loader) or not has_trusted_length(index_sampler(loader)):
@@ -298,6 +297,8 @@ def clone_loader(loader: Any, **replaced: Any) -> Any:
     A loader cannot be rebuilt from outside: subclasses have constructors of their own.
     """
     twin = copy.copy(loader)
+    if hasattr(loader, "next_iter_state"):  # torchdata's
+        twin.__dict__.update(next_iter_state=given_state(loader), _initial_iter_for_state_dict=False)
     twin.__dict__.update(replaced, _iterator=None)  # torch refuses these attributes by assignment
     return twin
 

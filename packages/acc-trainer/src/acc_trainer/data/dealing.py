@@ -17,7 +17,6 @@ import torch
 from torch.utils.data import BatchSampler, IterableDataset, get_worker_info
 
 from acc_trainer.data.adapter import (
-    batches_in,
     clone_loader,
     index_sampler,
     is_stream,
@@ -29,6 +28,7 @@ from acc_trainer.data.already_split import parts_of
 from acc_trainer.data.position import LoaderPosition
 from acc_trainer.data.samplers import SkipBatchSampler, SkippedSamples, get_sampler, is_random, seedable
 from acc_trainer.data.shard import BatchSamplerShard, IndexShard, IterableDatasetShard
+from acc_trainer.data.torchdata_state import batches_in
 
 Stretch = Mapping[str, Any]  # reads, each, workers
 
@@ -93,15 +93,17 @@ def take_place(loader: Any, state: Mapping[str, Any]) -> bool:
     before = [*told.get("before", ()), _stretch_of(saved, state)]
     if state.get("finished"):
         return False
-    if not any(one["reads"] for one in before):
+    total = sum(one["reads"] for one in before)
+    if not total:
         position.begin_anew(None)
         return False
     why = _obstacle(saved, now)
+    if why is None and now.get("stateful") and state["loader"] and batches_in(state["loader"]) != total:
+        why = "a loader that was not stateful had begun it"
     if why is not None:
         position.begin_anew(why)
     elif now.get("stateful"):
-        behind = sum(one["reads"] for one in before) // now["reads"]
-        position.go_on_behind(behind, loader._give_to_base(state["loader"]))
+        position.go_on_behind(total // now["reads"], loader._give_to_base(state["loader"]))
     else:
         position.deal(before, told["seed"] if told else state.get("seed"))
     return False
@@ -154,7 +156,7 @@ def _stretch_of(layout: Mapping[str, Any], state: Mapping[str, Any]) -> Stretch:
     """What all ranks read until this `state` of the position: of a stateful loader as it tells, since an earlier layout may have left part of a step."""
     reads = int(state["batches"]) * layout["reads"]
     if layout.get("stateful"):
-        reads = batches_in(state["loader"]) if state.get("loader") else reads
+        reads = batches_in(state.get("loader", {})) or reads
     return {"reads": reads, "each": layout["each"], "workers": layout["workers"]}
 
 

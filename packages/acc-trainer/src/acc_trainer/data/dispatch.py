@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from acc_trainer.data.adapter import batches_in, exact_length
+from acc_trainer.data.adapter import exact_length
 from acc_trainer.data.batch_rows import RowRule
 from acc_trainer.data.batches import handing_out
 from acc_trainer.data.loader import DataLoaderShard
@@ -20,6 +20,7 @@ from acc_trainer.data.rows import News, Note, Opening, Receiver, Sender, failure
 from acc_trainer.data.shard import Tail
 from acc_trainer.data.shares import share_of_each
 from acc_trainer.data.skipping import END, Skipped, first_read
+from acc_trainer.data.torchdata_state import batches_in
 
 
 class _Parts(NamedTuple):
@@ -113,6 +114,12 @@ class DataLoaderDispatcher(DataLoaderShard):
     def _state_of_base(self) -> dict[str, Any]:
         return super()._state_of_base() if self.world.is_main else {}  # others read nothing
 
+    def _give_to_base(self, state: Mapping[str, Any]) -> int | None:
+        if self.world.is_main:
+            return super()._give_to_base(state)
+        self._forget_passes(workers=True)  # others read nothing
+        return None
+
     # rank 0 ------------------------------------------------------------------------------------------------------------------
 
     def _read_and_send(self, skip: int, replay: bool, itself: bool) -> Iterator[Any]:
@@ -166,7 +173,12 @@ class DataLoaderDispatcher(DataLoaderShard):
             if len(group) < per_step and self._drop_last:
                 return
             read = read or [batch for batch in group if rule.count(batch)][:1]
-            if self.use_stateful_dataloader and not itself and self.position.first is None and read:
+            if (
+                self.use_stateful_dataloader
+                and not (itself and skip)
+                and self.position.first is None
+                and read
+            ):
                 self.position.first = read[0]  # a stateful loader that goes on does not meet it again
             yield self._divided(group, first, ranks, rule)
 

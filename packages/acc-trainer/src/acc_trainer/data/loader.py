@@ -213,6 +213,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
 
     def __iter__(self) -> Iterator[Any]:
         position = self.position
+        self._take_given()
         itself = position.goes_on
         position.goes_on = False
         skip = position.batches if itself else self.skip_batches

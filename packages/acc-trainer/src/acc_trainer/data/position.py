@@ -44,7 +44,9 @@ class LoaderPosition:
         "first",
         "following",
         "generator",
+        "given",
         "goes_on",
+        "inner_state",
         "is_last",
         "loader",
         "not_dealt",
@@ -103,6 +105,9 @@ class LoaderPosition:
         self.waiting: weakref.ref[Any] | None = None  # the pass that was begun last and has read nothing yet
         self.loader: weakref.ref[Any] | None = None
         self._inner: Callable[[], dict[str, Any]] | None = None  # state of a stateful loader
+        # that state before a batch was read ahead, or as it was loaded; None: the loader tells it. It is here, as twins read one loader
+        self.inner_state: dict[str, Any] | None = None
+        self.given: Mapping[str, Any] | None = None  # the state that we gave the stateful loader last
         self._start = 0
         self._loaded = False
         self._at_end = False  # the pass was left at its last batch

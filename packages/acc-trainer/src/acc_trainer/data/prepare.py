@@ -20,7 +20,6 @@ from acc_trainer.data.adapter import (
     is_stream,
     iterates_itself,
     replace_sampler,
-    stateful_loader_class,
     with_indices,
 )
 from acc_trainer.data.agreed import agreed
@@ -34,6 +33,7 @@ from acc_trainer.data.samplers import SkipBatchSampler, check_skip, get_sampler,
 from acc_trainer.data.shard import BatchSamplerShard, IndexShard, IterableDatasetShard
 from acc_trainer.data.shares import shares_of
 from acc_trainer.data.skipping import SkipDataLoader
+from acc_trainer.data.torchdata_state import given_state, stateful_loader_class
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +70,8 @@ def prepare_data_loader(
     `dispatch_batches` lets rank 0 read and send; None means so for iterable data sets that go to a device. The number and index of
     the process come from the current world unless given; with `torch_device_mesh` ranks that differ only in tensor or context parallelism
     get the same data. Everything else of the loader stays: its class, workers, collate function, attributes. Raises `ValueError` for
-    `dispatch_batches=True` without `put_on_device`, and for `split_batches` with a batch size the processes do
-    not divide.
+    `dispatch_batches=True` without `put_on_device`, for `split_batches` with a batch size the processes do not divide, and for a stateful
+    loader that was given a state which counts other batches.
     """
     if not isinstance(dataloader, DataLoader):
         raise TypeError(f"a torch DataLoader is needed, got {type(dataloader).__name__}")
@@ -103,9 +103,10 @@ def prepare_data_loader(
     }
     if dispatch_batches:
         base = _as_stateful(base) if use_stateful_dataloader else base
-        return DataLoaderDispatcher.over(
+        made = DataLoaderDispatcher.over(
             base, split_batches=split_batches, slice_fn=slice_fn_for_dispatch, rank=rank, **settings
         )
+        return _where_it_stood(made, dataloader)
     tail = tail_of_distributed(base, ranks)
     split = tail is not NOT_SPLIT
     whole = base
@@ -114,7 +115,7 @@ def prepare_data_loader(
     own_shards = base is not whole and is_stream(base) and not isinstance(base.dataset, IterableDatasetShard)
     settings.update(tail=tail if split else None, keeps_step=own_shards and even_batches, rank=rank)
     base = _as_stateful(base) if use_stateful_dataloader else base
-    return DataLoaderShard.over(base, **settings)
+    return _where_it_stood(DataLoaderShard.over(base, **settings), dataloader)
 
 
 def is_prepared(loader: Any) -> bool:
@@ -300,6 +301,17 @@ def _sharded_stream(loader: Any, share: _Share) -> Any:
     if shard.split_batches:
         replaced.update(_smaller_batches(loader, share))
     return clone_loader(loader, **replaced)
+
+
+def _where_it_stood(made: Any, loader: Any) -> Any:
+    """The prepared loader, to go on behind the state that the stateful `loader` was given before, if any."""
+    if made.base_dataloader is not loader and given_state(loader) is not None:
+        raise ValueError(
+            f"this {type(loader).__name__} was given a state before it was prepared, and prepared it has another order or a share of the batches, so "
+            "the state does not tell where it stands: prepare it first, then prepared.load_state_dict(state) with the state of a prepared loader"
+        )
+    made._take_given()
+    return made
 
 
 def _smaller_batches(loader: Any, share: _Share) -> dict[str, Any]:
