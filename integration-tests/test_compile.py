@@ -17,6 +17,7 @@ from acc_ops.testing import run_processes
 from acc_plugins import FullyShardedDataParallelPlugin, ParallelismConfig
 from acc_plugins.options.compile import TorchDynamoPlugin
 from acc_plugins.parallel import set_plan
+from acc_plugins.strategies.ddp import DDPStrategy
 from acc_trainer import Accelerator
 from acc_trainer.state import AcceleratorState
 
@@ -164,8 +165,8 @@ def options_of(strategy: str) -> dict[str, Any]:
     return {"parallelism_config": ParallelismConfig(tp_size=2)} if strategy == "tp" else {}
 
 
-def a_life(strategy: str, how: str, folder: Path) -> tuple[list[float], list[int]]:
-    """A run with all that could compile anew: its losses, and how many graphs there are after each part of it."""
+def a_life(strategy: str, how: str, folder: Path) -> tuple[list[float], list[int], list[float]]:
+    """A run with all that could compile anew: its losses, how many graphs there are after each part of it, and gradients of this rank alone."""
     accelerator = accelerator_for("eager" if how == "by hand" else how, **options_of(strategy))
     own = Deep()
     if strategy == "tp":
@@ -201,11 +202,29 @@ def a_life(strategy: str, how: str, folder: Path) -> tuple[list[float], list[int
     state = accelerator.get_state_dict(model)
     assert not accelerator.is_main_process or list(state) == list(Deep().state_dict())
     assert accelerator.unwrap_model(model, keep_torch_compile=False) is own
-    return losses, graphs
+    return losses, graphs, gradients_of_one_rank(accelerator, model, torch.randn(4, 8, generator=generator))
 
 
-def lives(strategies: tuple[str, ...], folder: Path) -> dict[str, dict[str, tuple[list[float], list[int]]]]:
-    found: dict[str, dict[str, tuple[list[float], list[int]]]] = {}
+def gradients_of_one_rank(accelerator: Accelerator, model: Any, x: torch.Tensor) -> list[float]:
+    """The norms of what a micro-batch under `no_sync` leaves, wherever it lies; then a step takes everybody's."""
+    with accelerator.no_sync(model):
+        accelerator.backward(model(x).square().mean())
+    places = accelerator.strategy.gradient_places(model).values()
+    left = [gradient for place in places if (gradient := place.take()) is not None]
+    norms = [(one["part"] if isinstance(one, dict) else one).norm().item() for one in left]
+    order = accelerator.strategy.exchange_order(model)
+    if order is not None:
+        assert sorted(name for bucket in order for name in bucket) == sorted(Deep().state_dict())
+        assert accelerator.strategy.restore_exchange_order(model, order)
+    assert (order is not None) == isinstance(accelerator.strategy, DDPStrategy)
+    return norms
+
+
+Life = tuple[list[float], list[int], list[float]]
+
+
+def lives(strategies: tuple[str, ...], folder: Path) -> dict[str, dict[str, Life]]:
+    found: dict[str, dict[str, Life]] = {}
     for strategy in strategies:
         for how in (*HOW, "by hand"):
             found.setdefault(strategy, {})[how] = a_life(strategy, how, folder / strategy / how)
@@ -226,10 +245,11 @@ def in_two_processes(folder: Path) -> dict[str, Any]:
     return {"said": " ".join(heard), **lives(STRATEGIES, folder)}
 
 
-def check_lives(found: dict[str, tuple[list[float], list[int]]], besides: int) -> None:
-    eager, _ = found["eager"]
-    for losses, _ in found.values():
+def check_lives(found: dict[str, Life], besides: int) -> None:
+    eager, _, norms = found["eager"]
+    for losses, _, left in found.values():
         torch.testing.assert_close(losses, eager)
+        torch.testing.assert_close(left, norms)
     by_hand = found["by hand"][1]
     assert by_hand == [1, 2, 3, 3]  # the block: for one size, for any, without gradients
     assert found["regional"][1] == [(1 + besides) * graphs for graphs in by_hand]
@@ -241,6 +261,8 @@ def test_twelve_blocks_are_one_graph_under_every_strategy(
 ) -> None:
     for found in lives_of_two:
         check_lives(found[strategy], BESIDES[strategy])
+    first, second = (found[strategy]["eager"][2] for found in lives_of_two)
+    assert first != second or strategy == "tp"  # whose ranks have the same batch
 
 
 @pytest.fixture(scope="module")

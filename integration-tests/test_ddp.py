@@ -239,6 +239,59 @@ def _unused_parameters() -> None:
         ddp(x, [0])
 
 
+class _Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+
+    def forward(self, x: Tensor, branch: str) -> Tensor:
+        out: Tensor = getattr(self, branch)(x)
+        return out
+
+
+def _what_a_resumed_window_has_held_is_averaged_though_torch_has_not_seen_it() -> None:
+    x = torch.full((1, 1), 1.0 + current_world().rank)
+    saved: dict[str, Any] = {}
+    for resumed in (False, True):
+        strategy, ddp = _prepared(_Branches(), find_unused_parameters=True)
+        if resumed:
+            strategy.note_held(ddp, True)
+            for name, place in strategy.gradient_places(ddp).items():
+                place.give(saved[name])
+        else:
+            with strategy.without_sync(ddp):
+                strategy.backward(ddp(x, "a").sum())
+            saved = {name: place.take() for name, place in strategy.gradient_places(ddp).items()}
+            saved = {name: None if one is None else one.clone() for name, one in saved.items()}
+            assert saved["a.weight"].item() == x.item()
+        strategy.backward(ddp(x, "b").sum())
+        assert [p.grad.item() for p in ddp.parameters()] == [1.5, 1.5]
+        assert not strategy._windows.open_models()
+
+
+def _a_backward_behind_the_block_of_its_forward_is_exchanged_by_the_step() -> None:
+    strategy, ddp = _prepared(nn.Linear(1, 1, bias=False))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+    before = ddp.module.weight.item()
+    with strategy.without_sync(ddp):
+        loss = ddp(torch.full((1, 1), 1.0 + current_world().rank)).sum()
+    strategy.backward(loss)
+    strategy.step(optimizer)
+    assert ddp.module.weight.item() == pytest.approx(before - 1.5)
+
+
+def _a_usual_step_sends_nothing_of_ours() -> None:
+    strategy, ddp = _prepared(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+    strategy.exchange_model = pytest.fail
+    for accumulating in (False, True):
+        if accumulating:
+            with strategy.without_sync(ddp):
+                strategy.backward(ddp(torch.ones(1, 1)).sum())
+        strategy.backward(ddp(torch.ones(1, 1)).sum())
+        strategy.step(optimizer)
+
+
 def _mixed_dtypes_and_every_other_option() -> None:
     rank = current_world().rank
 
@@ -304,6 +357,9 @@ def test_what_only_processes_can_show() -> None:
             _a_static_graph_accumulates,
             _a_user_may_register_a_hook_and_sees_the_buckets,
             _unused_parameters,
+            _what_a_resumed_window_has_held_is_averaged_though_torch_has_not_seen_it,
+            _a_backward_behind_the_block_of_its_forward_is_exchanged_by_the_step,
+            _a_usual_step_sends_nothing_of_ours,
             _mixed_dtypes_and_every_other_option,
             _bf16_hook_on_gloo,
         ],

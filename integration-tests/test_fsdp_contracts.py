@@ -12,14 +12,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from acc_ops.testing import run_processes
-from acc_ops.world import World
+from acc_ops.world import World, current_world
 from acc_plugins.options.fsdp import FullyShardedDataParallelPlugin
 from acc_plugins.options.parallelism import ParallelismConfig
 from acc_plugins.precisions.precision import Precision
 from acc_plugins.states.names import plain_name
+from acc_plugins.strategies.contract_samples import sample_optimizer
 from acc_plugins.strategies.fsdp1 import FSDP1Strategy
 from acc_plugins.strategies.fsdp2 import FSDP2Strategy
-from acc_plugins.strategies.strategy import Strategy
+from acc_plugins.strategies.strategy import Bundle, Strategy
 from acc_plugins.testing import StrategyContract
 
 _NEEDS_NUMPY = "torch 2.6 gathers optimizer states through it"
@@ -138,6 +139,47 @@ def _contracts(contracts: list[type[StrategyContract]], folder: str) -> list[str
     return [name for contract in contracts for name in contract().run_on_this_rank(folder)]
 
 
+class _Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor, branch: str) -> Tensor:
+        out: Tensor = getattr(self, branch)(x)
+        return out.sum()
+
+
+def _resumed_run_exchanges_what_a_block_has_held_that_it_does_not_reach(make: Any) -> None:
+    """The first micro-batch goes through `a`, then the run is left, and the second one goes through `b`."""
+    reference = _Branches()
+    (reference(torch.full((1, 4), 1.5), "a") + reference(torch.full((1, 4), 1.5), "b")).backward()
+    sample_optimizer(reference).step()
+    x = torch.full((1, 4), 1.0 + current_world().rank)
+    runs = []
+    for _ in range(2):
+        strategy, model = make(auto_wrap_policy=is_linear), _Branches()
+        bundle = Bundle(models=[model], optimizers=[sample_optimizer(model)])
+        runs.append((strategy, strategy.prepare(bundle)))
+    (left, saved), (resumed, made) = runs
+    with left.without_sync(saved.models[0]):
+        left.backward(saved.models[0](x, "a"))
+    gradients = {name: place.take() for name, place in left.gradient_places(saved.models[0]).items()}
+    resumed.note_held(made.models[0], True)
+    for name, place in resumed.gradient_places(made.models[0]).items():
+        place.give(gradients[name])
+    resumed.backward(made.models[0](x, "b"))
+    resumed.step(made.optimizers[0])
+    state = resumed.state(made.models[0])
+    torch.testing.assert_close(state or reference.state_dict(), reference.state_dict())
+
+
+def _two_ranks(contracts: list[type[StrategyContract]], make: Any, folder: str) -> list[str]:
+    ran = _contracts(contracts, folder)
+    _resumed_run_exchanges_what_a_block_has_held_that_it_does_not_reach(make)
+    return ran
+
+
 def _hybrid_contracts(folder: str) -> list[str]:
     """Both in one set of four processes: starting them is what costs."""
     ran = _contracts([HybridFSDP1Contract], folder)
@@ -148,21 +190,33 @@ def _hybrid_contracts(folder: str) -> list[str]:
     return ran
 
 
-_HYBRID_CHECKS = ("ten_steps", "micro_batches", "clip_norm", "clip_value", "same_start", "sync", "precisions")
+_HYBRID_CHECKS = (
+    "ten_steps",
+    "micro_batches",
+    "clip_norm",
+    "clip_value",
+    "same_start",
+    "sync",
+    "broken_window",
+    "emptied_window",
+    "left_out",
+    "given_window",
+    "precisions",
+)
 _CHECKS = [name for name in dir(StrategyContract) if name.startswith("test_")]
 
 
 def test_fsdp1_keeps_the_strategy_contract(tmp_path: Any) -> None:
     pytest.importorskip("numpy", reason=_NEEDS_NUMPY)
     contracts = [FlatContract, BlocksContract, WholeContract]
-    ran, _ = run_processes(2, _contracts, contracts, str(tmp_path), timeout_s=250)
+    ran, _ = run_processes(2, _two_ranks, contracts, fsdp1, str(tmp_path), timeout_s=250)
     assert len(ran) == len(contracts) * len(_CHECKS)
 
 
 @pytest.mark.skipif(not HAS_FSDP2, reason="this torch has no FSDP version 2 on a CPU")
 def test_fsdp2_keeps_the_strategy_contract(tmp_path: Any) -> None:
     contracts = [FSDP2Contract, FSDP2BlocksContract]
-    ran, _ = run_processes(2, _contracts, contracts, str(tmp_path))
+    ran, _ = run_processes(2, _two_ranks, contracts, fsdp2, str(tmp_path))
     assert len(ran) == len(contracts) * len(_CHECKS)
 
 

@@ -141,11 +141,12 @@ def test_a_model_without_a_layer_for_fp8_is_told(caplog: pytest.LogCaptureFixtur
 
 def test_ranks_as_threads_train_together_near_one() -> None:
     x = torch.randn(8, 32, 16, generator=torch.Generator().manual_seed(1))
+    start = _model()  # made once: ranks as threads share torch's generator
 
     def trained() -> tuple[list[float], torch.Tensor]:
         world = current_world()
         strategy = choose_strategy(world, TorchaoFloat8("cpu"))
-        own = _model()
+        own = copy.deepcopy(start)
         made = strategy.prepare(Bundle(models=[own], optimizers=[torch.optim.SGD(own.parameters(), lr=0.1)]))
         (model,), (optimizer,) = made.models, made.optimizers
         losses = []

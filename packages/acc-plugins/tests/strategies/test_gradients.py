@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from acc_ops.world import current_world
 from acc_plugins import Precision, UnsupportedError
-from acc_plugins.strategies import gradients
+from acc_plugins.strategies import flat_gradients, gradients
 from acc_plugins.strategies.strategy import Bundle, Strategy
 
 
@@ -74,6 +74,27 @@ def test_a_way_to_lie_that_has_no_text_is_summed_up_first(mesh: Any) -> None:
 def test_a_file_of_somebody_else_is_refused() -> None:
     with pytest.raises(ValueError, match="not known: 'X1'"):
         gradients._placement("X1")
+
+
+def test_of_what_fsdp1_has_put_aside_only_the_part_of_emptied_parameters_goes() -> None:
+    own, others, elsewhere = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+    flat: Any = nn.Parameter(torch.zeros(4))
+    flat._params, flat._sharded_size = [elsewhere, own, others], torch.Size([4])
+    flat._shard_param_infos = [
+        SimpleNamespace(in_shard=at is not None, offset_in_shard=at, numel_in_shard=2) for at in (None, 0, 2)
+    ]
+    place = flat_gradients.PutAside(SimpleNamespace(flat_param=flat))
+    assert place.take() is None
+    place.forget({id(own)})
+    place.give(torch.ones(4))
+    assert place.misfit(torch.ones(4)) is None
+    assert place.misfit(torch.ones(3)) == "one of shape (4,)"
+    place.forget({id(own), id(elsewhere)})
+    assert place.take().tolist() == [0, 0, 1, 1]
+    place.scale(3)
+    assert flat._saved_grad_shard.tolist() == [0, 0, 3, 3]
+    place.forget({id(flat)})
+    assert not hasattr(flat, "_saved_grad_shard")  # torch would add to it
 
 
 def test_a_torch_that_keeps_gradients_elsewhere_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,19 +140,21 @@ def test_sparse_gradients_are_refused_with_a_way_out() -> None:
     run_threads(2, run)
 
 
-def test_it_keeps_no_model_alive() -> None:
+def test_it_keeps_a_model_until_it_is_closed_so_that_all_ranks_exchange_alike() -> None:
     def run() -> None:
         model = nn.Linear(1, 1)
         strategy = prepared(model)
-        with strategy.without_sync(model):
-            pass
         gone = weakref.ref(model)
-        del model
+        if current_world().rank:
+            del model
+        gc.collect()
+        weight = torch.ones(1, requires_grad=True)
+        strategy.backward(weight.sum())  # all ranks average the model
+        assert gone() is not None
+        model = None
+        strategy.close()
         gc.collect()
         assert gone() is None
-        weight = torch.ones(1, requires_grad=True)
-        strategy.backward(weight.sum())  # nothing left to average
-        assert weight.grad is not None
 
     run_threads(2, run)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from acc_ops.collectives import barrier
 from acc_ops.environment import parse_choice_from_env
@@ -16,8 +16,8 @@ from acc_ops.optional import is_available
 from acc_plugins.options.kwargs import GradScalerKwargs
 from acc_plugins.outcome import StepOutcome
 from acc_plugins.precisions.precision import Precision
-from acc_plugins.strategies.contract_base import ContractBase
-from acc_plugins.strategies.contract_samples import copied
+from acc_plugins.strategies.contract_samples import copied, doubles
+from acc_plugins.strategies.contract_windows import WindowContract
 from acc_plugins.strategies.registry import choose_precision
 from acc_plugins.strategies.strategy import Bundle, Strategy
 from acc_plugins.support import record_run
@@ -33,7 +33,7 @@ class SkippingPrecision(Precision):
         return StepOutcome(False, None)
 
 
-class StrategyContract(ContractBase):
+class StrategyContract(WindowContract):
     """Prepare keeps order; two micro-batches equal one big batch; ten steps equal plain torch's, losses and gradients; clip returns the true
     norm; a skipped step says so; save, load and go on as if nothing had happened, also under another strategy; unwrap gives the
     original back. All of it in float64, against plain torch on the whole batch. Then the same training in every precision."""
@@ -78,15 +78,6 @@ class StrategyContract(ContractBase):
     def test_every_rank_trains_rank_0s_weights(self) -> None:
         self.on_ranks("check_same_start")
 
-    def test_without_sync_keeps_gradients_on_their_rank_until_they_are_synchronised(self) -> None:
-        self.on_ranks("check_sync")
-
-    def test_a_step_behind_a_window_that_was_broken_off_exchanges_what_it_held(self) -> None:
-        self.on_ranks("check_broken_window")
-
-    def test_a_window_that_was_broken_off_and_emptied_leaves_nothing_behind(self) -> None:
-        self.on_ranks("check_emptied_window")
-
     def test_every_precision_trains_near_float32_and_skips_overflows_on_all_ranks(self) -> None:
         self.on_ranks("check_precisions")
 
@@ -129,7 +120,7 @@ class StrategyContract(ContractBase):
             strategy.step(optimizer)
             reference.optimizer.step()
             optimizer.zero_grad()
-            self._assert_close({"loss": _doubles(got)}, {"loss": expected})
+            self._assert_close({"loss": doubles(got)}, {"loss": expected})
 
     def check_clip_norm(self) -> None:
         strategy, model, optimizer = self._prepared()
@@ -225,7 +216,7 @@ class StrategyContract(ContractBase):
         strategy.load_optimizer(optimizer, folder, "optimizer")
         losses = self._train(strategy, model, optimizer, steps=3)
         expected = json.loads(Path(folder, "expected.json").read_text())
-        self._assert_close({"losses": _doubles(losses)}, {"losses": _doubles(expected)})
+        self._assert_close({"losses": doubles(losses)}, {"losses": doubles(expected)})
 
     def check_unwrap(self) -> None:
         strategy = self.strategy()
@@ -255,60 +246,6 @@ class StrategyContract(ContractBase):
         strategy = self.strategy()
         (model,) = strategy.prepare(Bundle(models=[self.model(seed=strategy.world.rank)])).models
         self._assert_state(strategy, model, self.model(seed=0).state_dict())
-
-    def check_sync(self) -> None:
-        strategy, model, optimizer = self._prepared()
-        reference = self._reference()
-        reference.backward()
-        x, y = self._share(strategy.world)
-        if self.shows_local_gradients:
-            with strategy.without_sync(model):
-                strategy.backward(self.loss(model, x, y))
-            alone = _gradients_of_all_ranks(strategy, model)
-            assert strategy.world.size == 1 or not torch.allclose(alone[0], alone[-1])
-            optimizer.zero_grad()
-        with strategy.without_sync(model):
-            loss = self.loss(model, x, y)
-            with strategy.sync_next_backward(model):
-                strategy.backward(loss)
-        self._assert_close(self.whole_gradients(strategy, model), reference.gradients())
-
-    def check_broken_window(self) -> None:
-        """All micro-batches without synchronising, a last one that gets no backward, then a step: the mean over all ranks, and so in the next window."""
-        strategy, model, optimizer = self._prepared()
-        reference = self._reference()
-        x, y = self._share(strategy.world)
-        for look in (True, False):
-            with strategy.without_sync(model):
-                for part, target in zip(x.chunk(2), y.chunk(2), strict=True):
-                    strategy.backward(self.loss(model, part, target), divisor=2)
-                self.loss(model, x, y)
-            reference.backward()
-            if look:
-                strategy.exchange_held()
-                self._assert_close(self.whole_gradients(strategy, model), reference.gradients())
-                norm = strategy.clip_norm(list(model.parameters()), 1e9)
-                torch.testing.assert_close(norm.cpu(), reference.norm(), rtol=self.rtol, atol=0)
-            strategy.step(optimizer)
-            reference.optimizer.step()
-            optimizer.zero_grad()
-            self._assert_state(strategy, model, reference.model.state_dict())
-            expected = reference.step()
-            got = self._train(strategy, model, optimizer, steps=1)
-            self._assert_close({"loss": _doubles(got)}, {"loss": _doubles([expected])})
-
-    def check_emptied_window(self) -> None:
-        strategy, model, optimizer = self._prepared()
-        reference = self._reference()
-        x, y = self._share(strategy.world)
-        with strategy.without_sync(model):
-            strategy.backward(self.loss(model, x, y))
-        optimizer.zero_grad()
-        strategy.drop_held(optimizer)
-        self._train(strategy, model, optimizer, steps=2)
-        reference.step()
-        reference.step()
-        self._assert_state(strategy, model, reference.model.state_dict())
 
     def check_precisions(self) -> None:
         for name in self.precisions:
@@ -360,15 +297,6 @@ class StrategyContract(ContractBase):
             for p in group["params"]:
                 assert p.dtype == torch.float32
                 assert p.grad is None or p.grad.dtype == torch.float32
-
-
-def _doubles(values: Any) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def _gradients_of_all_ranks(strategy: Strategy, model: nn.Module) -> Tensor:
-    flat = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
-    return strategy.world.comm.all_gather(flat)
 
 
 def _ids(parameters: Iterable[Any]) -> list[int]:

@@ -91,3 +91,8 @@ def sample_optimizer(model: nn.Module, *, adam: bool = False) -> Any:
 def copied(state: Any) -> dict[str, Tensor]:
     """Values that later steps do not change."""
     return {name: value.detach().clone() for name, value in state.items()}
+
+
+def doubles(values: Any) -> Tensor:
+    """Numbers as a tensor of float64."""
+    return torch.tensor(values, dtype=torch.float64)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields as fields_of
 from typing import Any, ClassVar
 
@@ -95,41 +95,46 @@ class DDPStrategy(SynchronisingStrategy):
 
         With `static_graph` the first backward of a model synchronises all the same: torch learns the graph from it, and fails without.
         """
-        if isinstance(model, DistributedDataParallel) and not _still_learns(model):
-            return self._windows.holding(model, model.no_sync(), apart)
-        return super().without_sync(model, apart)
+        own: Any = self.window_of(model)
+        return nullcontext() if own is not None and _still_learns(own) else super().without_sync(model, apart)
 
-    def window_of(self, model: nn.Module) -> nn.Module | None:
-        return model if isinstance(model, DistributedDataParallel) else None
+    def exchanges(self, model: nn.Module) -> bool:
+        return isinstance(model, DistributedDataParallel)
+
+    def held_back(self, model: Any) -> AbstractContextManager[Any]:
+        made: AbstractContextManager[Any] = model.no_sync()
+        return made
 
     def own_gradients(self, model: nn.Module) -> Own:
         return [p.grad for p in model.parameters()]
 
     def synchronises_now(self, model: Any) -> bool:
-        return bool(model.require_backward_grad_sync)
+        """torch decides in the forward, which leaves its answer in `require_forward_param_sync`; behind one without gradients it looks as if it did not,
+        and a step averages once more."""
+        return bool(model.require_backward_grad_sync and model.require_forward_param_sync)
 
     def exchange_model(self, model: nn.Module) -> None:
         """Without the communication hook, which torch calls in a backward only."""
         average_gradients(self.world, (p for p in model.parameters() if p.requires_grad))
 
+    def exchange_unreached(self, model: nn.Module, reached: Sequence[bool]) -> None:
+        """With `find_unused_parameters` torch averages what was used in the window, as far as this process has seen it."""
+        rest = [p for p, was in zip(model.parameters(), reached, strict=True) if p.requires_grad and not was]
+        if rest:  # the same on every rank, as what torch averages is
+            average_gradients(self.world, rest)
+
     def exchange_order(self, model: nn.Module) -> list[list[str]] | None:
         """DDP's buckets, see `ddp_order`."""
-        return order_of(model, self.world) if isinstance(model, DistributedDataParallel) else None
+        own: Any = self.window_of(model)
+        return None if own is None else order_of(own, self.world)
 
     def restore_exchange_order(self, model: nn.Module, order: list[list[str]] | None) -> bool:
         """Give DDP the buckets of the saved run."""
-        if isinstance(model, DistributedDataParallel):
-            return put_in_order(model, order)
-        return order is None
-
-    def sync_next_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Around a `backward` of this strategy whose forward ran under `without_sync`."""
-        if isinstance(model, DistributedDataParallel):
-            return self._synchronising(model)
-        return super().sync_next_backward(model)
+        own: Any = self.window_of(model)
+        return order is None if own is None else put_in_order(own, order)
 
     @contextmanager
-    def _synchronising(self, model: DistributedDataParallel) -> Iterator[None]:
+    def synchronised(self, model: Any) -> Iterator[None]:
         before = model.require_backward_grad_sync, model.require_forward_param_sync
         model.require_backward_grad_sync = model.require_forward_param_sync = True
         self._unprepared.append(model)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from acc_ops.world import World
+from acc_plugins.states.names import plain_name
 
 Order = list[list[str]]  # buckets, each with the names of its parameters
 
@@ -63,8 +64,11 @@ def put_in_order(model: DistributedDataParallel, order: Sequence[Sequence[str]] 
     place_of = {name: place for place, name in enumerate(names)}
     places = [place_of[name] for name in wanted]
     parameters, expect_sparse = [first[at] for at in places], [sparse[at] for at in places]
-    del model.reducer, model.logger  # the old one takes its hooks with it
+    original = vars(model).get("_orig_mod", model)  # a copy with compiled regions has taken its attributes
+    for one in {model, original}:
+        del one.reducer, one.logger  # the old one takes its hooks with it
     model._ddp_init_helper(parameters, expect_sparse, dict(enumerate(wanted)), model.static_graph)
+    original.reducer, original.logger = model.reducer, model.logger
     for hook, state in model._comm_hooks:
         dist._register_comm_hook(model.reducer, state, hook)
     model._has_rebuilt_buckets = False
@@ -110,5 +114,5 @@ def _rebuild_now(model: DistributedDataParallel, world: World) -> None:
 
 
 def _names_of(model: DistributedDataParallel, parameters: Sequence[torch.Tensor]) -> list[str]:
-    names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+    names = {id(parameter): plain_name(name) for name, parameter in model.module.named_parameters()}
     return [names[id(parameter)] for parameter in parameters]

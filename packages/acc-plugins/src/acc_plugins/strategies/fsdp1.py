@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import _Policy
+from torch.optim import Optimizer
 
 from acc_hooks.ties import shared_parameters, tie_again
 from acc_ops.exchange import together
@@ -31,7 +32,7 @@ from acc_ops.world import World
 from acc_plugins.options import fsdp_values
 from acc_plugins.options.fsdp import FullyShardedDataParallelPlugin
 from acc_plugins.precisions.precision import Precision
-from acc_plugins.strategies import gradients
+from acc_plugins.strategies import flat_gradients, gradients
 from acc_plugins.strategies.agreement import Facts, check_agreement
 from acc_plugins.strategies.buffers import SharedBuffers
 from acc_plugins.strategies.checkpointing import checkpoint_block
@@ -65,6 +66,7 @@ class FSDP1Strategy(SynchronisingStrategy, ShardedStrategy):
 
     name: ClassVar[str] = "fsdp1"
     changes_modules_in_place: ClassVar[bool] = True
+    can_train_apart: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -237,17 +239,16 @@ class FSDP1Strategy(SynchronisingStrategy, ShardedStrategy):
         return wrapped
 
     # 2
-    def without_sync(self, model: nn.Module, apart: bool = False) -> AbstractContextManager[Any]:
-        """`FullyShardedDataParallel.no_sync`: gradients stay whole on this rank, which costs their memory.
+    def exchanges(self, model: nn.Module) -> bool:
+        return isinstance(model, FullyShardedDataParallel)
 
-        A step exchanges them, also inside: no rank can train shards apart.
-        """
-        if isinstance(model, FullyShardedDataParallel):
-            return self._windows.holding(model, model.no_sync())
-        return super().without_sync(model, apart)
+    def held_back(self, model: Any) -> AbstractContextManager[Any]:
+        """`FullyShardedDataParallel.no_sync`: gradients stay whole on this rank, which costs their memory."""
+        made: AbstractContextManager[Any] = model.no_sync()
+        return made
 
-    def window_of(self, model: nn.Module) -> nn.Module | None:
-        return model if isinstance(model, FullyShardedDataParallel) else None
+    def synchronised(self, model: nn.Module) -> AbstractContextManager[Any]:
+        return _synchronising(model)
 
     def own_gradients(self, model: nn.Module) -> Own:
         flat = [unit._handle.flat_param.grad for unit in _units(model)]
@@ -257,23 +258,11 @@ class FSDP1Strategy(SynchronisingStrategy, ShardedStrategy):
         return bool(model._sync_gradients)
 
     def exchange_model(self, model: nn.Module) -> None:
-        for unit in _units(model):
-            handle = unit._handle
-            if handle.uses_sharded_strategy and hasattr(handle.flat_param, "_full_param_padded"):
-                # a forward without a backward has left it gathered, which a step would not change
-                handle.reshard(True)
-                handle.post_reshard()
-                handle._prefetched = False
-        places = gradients.of_flat_parameters(model).values()
-        flat = [place for place in places if isinstance(place, gradients.OfFlatParameter)]
+        _reshard(model)  # what is gathered a step would not change
+        places = flat_gradients.of_flat_parameters(model).values()
+        flat = [place for place in places if isinstance(place, flat_gradients.OfFlatParameter)]
         gradients.exchange(self.world, flat)
         self._average_ignored([model])
-
-    def sync_next_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Around a backward whose forward ran under `without_sync`."""
-        if isinstance(model, FullyShardedDataParallel):
-            return _synchronising(model)
-        return super().sync_next_backward(model)
 
     # 3
     def backward(self, loss: Tensor, *, divisor: float = 1, **kwargs: Any) -> None:
@@ -291,6 +280,13 @@ class FSDP1Strategy(SynchronisingStrategy, ShardedStrategy):
             average_gradients(self.world, due)
 
     # 4
+    def drop_held(self, optimizer: Optimizer) -> None:
+        open_models = self._windows.open_models()
+        if open_models:
+            emptied = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            for place in (place for model in open_models for place in flat_gradients.put_aside(model)):
+                place.forget(emptied)
+
     def clip_norm(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float | str = 2.0
     ) -> Tensor:
@@ -305,7 +301,12 @@ class FSDP1Strategy(SynchronisingStrategy, ShardedStrategy):
     # 6
     def gradient_places(self, model: nn.Module) -> gradients.Places:
         """Those of flat parameters: whole in a window, else this rank's part."""
-        return gradients.of_flat_parameters(self.module_with_states(model))
+        module = self.module_with_states(model)
+        _reshard(module)  # what is gathered shows no gradients of parts
+        return flat_gradients.of_flat_parameters(module)
+
+    def held_gradients(self) -> Iterable[gradients.GradientPlace]:
+        return [place for model in self._windows.open_models() for place in flat_gradients.put_aside(model)]
 
     def gradient_layout(self, model: nn.Module) -> str:
         """Another policy makes other flat parameters, so their sizes are in it."""
@@ -329,6 +330,16 @@ def _as_torch_takes(policy: Any) -> Any:
 def _units(model: nn.Module) -> list[Any]:
     """The FSDP modules in `model` that have parameters."""
     return [unit for unit in FullyShardedDataParallel.fsdp_modules(model) if unit._handle is not None]
+
+
+def _reshard(model: nn.Module) -> None:
+    """Undo what a forward without a backward has left gathered."""
+    for unit in _units(model):
+        handle = unit._handle
+        if handle.uses_sharded_strategy and hasattr(handle.flat_param, "_full_param_padded"):
+            handle.reshard(True)
+            handle.post_reshard()
+            handle._prefetched = False
 
 
 @contextmanager

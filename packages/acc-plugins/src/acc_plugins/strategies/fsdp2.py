@@ -50,6 +50,7 @@ class FSDP2Strategy(SynchronisingStrategy, ShardedStrategy):
 
     name: ClassVar[str] = "fsdp2"
     changes_modules_in_place: ClassVar[bool] = True
+    can_train_apart: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -169,19 +170,15 @@ class FSDP2Strategy(SynchronisingStrategy, ShardedStrategy):
         )
 
     # 2
-    def without_sync(self, model: nn.Module, apart: bool = False) -> AbstractContextManager[Any]:
-        """Gradients stay whole on this rank inside, which costs their memory; a step exchanges them, also inside: no rank can train shards apart."""
-        inner = uncompiled(model)
-        if isinstance(inner, FSDPModule):
-            return self._windows.holding(inner, self._syncing(inner, False))
-        return super().without_sync(model, apart)
+    def exchanges(self, model: nn.Module) -> bool:
+        return isinstance(model, FSDPModule)
 
-    def sync_next_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Around a backward whose forward ran under `without_sync`."""
-        inner = uncompiled(model)
-        if isinstance(inner, FSDPModule):
-            return self._syncing(inner, True)
-        return super().sync_next_backward(model)
+    def held_back(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Gradients stay whole on this rank inside, which costs their memory."""
+        return self._syncing(model, False)
+
+    def synchronised(self, model: nn.Module) -> AbstractContextManager[Any]:
+        return self._syncing(model, True)
 
     @contextmanager
     def _syncing(self, model: Any, sync: bool) -> Iterator[None]:
@@ -193,10 +190,6 @@ class FSDP2Strategy(SynchronisingStrategy, ShardedStrategy):
         finally:
             self._held[model] = before
             model.set_requires_gradient_sync(not before)
-
-    def window_of(self, model: nn.Module) -> nn.Module | None:
-        inner = uncompiled(model)
-        return inner if isinstance(inner, FSDPModule) else None
 
     def own_gradients(self, model: nn.Module) -> Own:
         apart = [p.grad for p in self._apart.get(model, ())]
@@ -210,9 +203,7 @@ class FSDP2Strategy(SynchronisingStrategy, ShardedStrategy):
         return not self._held.get(model, 0)
 
     def exchange_model(self, model: nn.Module) -> None:
-        for part in model.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()  # a forward without a backward has left it gathered, which a step would not change
+        _reshard(model)  # what is gathered a step would not change
         gradients.exchange(self._sharers, gradients.held_in_units(model))
         self._average_apart([model])
 
@@ -243,14 +234,24 @@ class FSDP2Strategy(SynchronisingStrategy, ShardedStrategy):
                 if id(place.parameters[0]) in emptied:
                     place.give(None)
 
+    def note_held(self, model: nn.Module, held: bool) -> None:
+        super().note_held(model, held)
+        own = self.window_of(model)
+        if own is not None and held:
+            _gather_once(own)
+
     # 6
     def gradient_places(self, model: nn.Module) -> gradients.Places:
         """Shards, and what is held back whole in a window."""
-        inner = uncompiled(model)
-        held = gradients.held_by_fsdp2(inner) if isinstance(inner, FSDPModule) else {}
-        return {**super().gradient_places(model), **held}
+        own = self.window_of(model)
+        if own is None:
+            return super().gradient_places(model)
+        _reshard(own)  # what is gathered shows other parameters
+        return {**super().gradient_places(model), **gradients.held_by_fsdp2(own)}
 
     def held_gradients(self) -> Iterable[gradients.GradientPlace]:
+        for model in list(self._held):
+            _reshard(model)
         return [place for model in list(self._held) for place in gradients.held_by_fsdp2(model).values()]
 
     def gradient_layout(self, model: nn.Module) -> str:  # noqa: ARG002
@@ -262,3 +263,18 @@ class FSDP2Strategy(SynchronisingStrategy, ShardedStrategy):
         super().close()
         for known in (self._became, self._optimizers, self._apart, self._held, self._buffers):
             known.clear()
+
+
+def _reshard(model: nn.Module) -> None:
+    """Undo what a forward without a backward has left gathered."""
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def _gather_once(model: nn.Module) -> None:
+    """Where a gradient is held back, torch's backward asks for the gathered parameter, also where this process has not run the unit."""
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.unshard()
+            part.reshard()

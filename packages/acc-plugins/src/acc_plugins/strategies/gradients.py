@@ -1,7 +1,7 @@
 """Where a rank's gradients lie between two micro-batches, so that a checkpoint inside an accumulation window can take them and give them back.
 
 [Note: three kinds of places] Most gradients are a parameter's `grad`. What FSDP2 does not exchange in a window stays whole in its units, where no
-parameter shows it (`HeldByFSDP2`, `PartlyReduced`); FSDP1 has one gradient for each flat parameter, whole or this rank's part of it (`OfFlatParameter`).
+parameter shows it (`HeldByFSDP2`, `PartlyReduced`); FSDP1 has gradients of its flat parameters (`flat_gradients.py`).
 A gradient is saved as the tensor that this rank holds. One that lies over a mesh in another way than its parameter says how, so that it goes on
 being added up in the same order.
 """
@@ -89,7 +89,7 @@ class OfParameter(GradientPlace):
 
     def misfit(self, saved: Saved) -> str | None:
         local = self._parameter.to_local() if is_dtensor(self._parameter) else self._parameter
-        return _misfit(saved, [tuple(local.shape)])
+        return misfit_of(saved, [tuple(local.shape)])
 
 
 class HeldByFSDP2(GradientPlace):
@@ -139,7 +139,7 @@ class HeldByFSDP2(GradientPlace):
         parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
     def give(self, saved: Saved | None) -> None:
-        """torch adds the next gradient to what it has accumulated, whether the parameter was gathered before or not."""
+        """torch adds the next gradient to what it has accumulated, and exchanges that of parameters which were gathered in this process."""
         unit = self._unit
         if hasattr(unit, "_unsharded_param"):
             unit._unsharded_param.grad = None
@@ -147,7 +147,7 @@ class HeldByFSDP2(GradientPlace):
         unit.unsharded_accumulated_grad = None if saved is None else unpacked(saved, unit.device, None, like)
 
     def misfit(self, saved: Saved) -> str | None:
-        return _misfit(saved, [tuple(self._unit._orig_size)])
+        return misfit_of(saved, [tuple(self._unit._orig_size)])
 
 
 class PartlyReduced(GradientPlace):
@@ -168,74 +168,6 @@ class PartlyReduced(GradientPlace):
         return None
 
 
-class OfFlatParameter(GradientPlace):
-    """The gradient of one flat parameter of FSDP1: under `no_sync` the whole one of this rank, else this rank's part."""
-
-    def __init__(self, handle: Any) -> None:
-        flat = handle.flat_param
-        self.parameters = (flat, *(flat._params or ()), *(flat._shared_params or ()))
-        self._handle = handle
-
-    def take(self) -> Saved | None:
-        gradient = self._handle.flat_param.grad
-        return None if gradient is None else gradient.detach()
-
-    def own_part(self) -> Tensor | None:
-        self._handle._reset_flat_param_grad_info_if_needed()  # what an optimizer has emptied is not there any more
-        flat = self._handle.flat_param
-        whole = flat.grad is not None and flat.grad.shape == flat._unpadded_unsharded_size
-        gradient: Tensor | None = flat.grad if whole else None
-        return gradient
-
-    def to_average(self) -> Tensor | None:
-        own, flat = self.own_part(), self._handle.flat_param
-        return None if own is None else own.detach().to(self._handle.device, flat.dtype)
-
-    def nothing(self) -> Tensor:
-        flat = self._handle.flat_param
-        return torch.zeros(flat._unpadded_unsharded_size, dtype=flat.dtype, device=self._handle.device)
-
-    @torch.no_grad()
-    def take_average(self, average: Tensor) -> None:
-        """The shard as FSDP1 cuts it: equal ones, the last of them filled up."""
-        handle, flat = self._handle, self._handle.flat_param
-        part = average
-        if handle.uses_sharded_strategy:
-            # of a backward that synchronised, in the same window
-            before = getattr(flat, "_saved_grad_shard", None)
-            if before is None and self.own_part() is None:
-                before = flat.grad
-            size = flat._sharded_size.numel()
-            part = average.new_zeros(size)
-            mine = average[handle.rank * size : (handle.rank + 1) * size]
-            part[: mine.numel()] = mine
-            part = part if before is None else part + before.to(part)
-        self.give(part)
-
-    def give(self, saved: Saved | None) -> None:
-        handle, flat = self._handle, self._handle.flat_param
-        for parameter in self.parameters:
-            parameter.grad = None
-        if saved is None:
-            return
-        gradient = unpacked(saved, flat.device, None, None)
-        if gradient.shape != flat.shape or gradient.dtype != flat.dtype:  # as torch does where sizes differ
-            flat.grad = torch.empty_like(flat)
-            flat.grad.data = gradient
-        else:
-            flat.grad = gradient
-        if handle._use_orig_params:
-            whole = handle.uses_sharded_strategy and gradient.shape == flat._unpadded_unsharded_size
-            if whole:
-                handle._use_unsharded_grad_views()
-            else:
-                handle._use_sharded_grad_views()
-
-    def misfit(self, saved: Saved) -> str | None:
-        flat = self._handle.flat_param
-        return _misfit(saved, [tuple(flat._unpadded_unsharded_size), tuple(flat._sharded_size)])
-
-
 Places = dict[str, GradientPlace]
 
 
@@ -250,7 +182,7 @@ def held_by_fsdp2(module: nn.Module) -> Places:
     places: Places = {
         f"{names[id(place.parameters[0])]} (held back)": place for place in held_in_units(module)
     }
-    with _known_to_us("the gradients that FSDP2 holds back"):
+    with known_to_us("the gradients that FSDP2 holds back"):
         for number, group in enumerate(_groups(module)):
             places[f"unit {number} (partly reduced)"] = PartlyReduced(group)
         for place in places.values():
@@ -260,7 +192,7 @@ def held_by_fsdp2(module: nn.Module) -> Places:
 
 def held_in_units(module: nn.Module) -> list[HeldByFSDP2]:
     """The places of single parameters among them, in an order that is the same on every rank. UnsupportedError as above."""
-    with _known_to_us("the gradients that FSDP2 holds back"):
+    with known_to_us("the gradients that FSDP2 holds back"):
         return [HeldByFSDP2(unit) for group in _groups(module) for unit in group.fsdp_params]
 
 
@@ -277,24 +209,8 @@ def exchange(world: World, places: Iterable[GradientPlace]) -> None:
             place.take_average(world.comm.all_reduce(together).div_(world.size))
 
 
-def of_flat_parameters(module: nn.Module) -> Places:
-    """The places of a module with FSDP1's units: their flat parameters, and what they leave out. UnsupportedError as above."""
-    flat: Places = {}
-    with _known_to_us("the gradients of FSDP1"):
-        for name, part in module.named_modules():
-            handle = getattr(part, "_handle", None)
-            if handle is not None:
-                flat[f"{plain_name(name)} (flat)"] = place = OfFlatParameter(handle)
-                place.misfit(torch.empty(0))
-    inside = {id(parameter) for place in flat.values() for parameter in place.parameters}
-    apart = {
-        name: place for name, place in of_parameters(module).items() if id(place.parameters[0]) not in inside
-    }
-    return {**flat, **apart}
-
-
 @contextmanager
-def _known_to_us(what: str) -> Iterator[None]:
+def known_to_us(what: str) -> Iterator[None]:
     """UnsupportedError for a torch whose private attributes are others."""
     try:
         yield
@@ -363,7 +279,7 @@ def _overwrites(present: Tensor | None, gradient: Tensor) -> bool:
     return present is not None and present.layout == gradient.layout == torch.strided
 
 
-def _misfit(saved: Saved, shapes: Sequence[tuple[int, ...]]) -> str | None:
+def misfit_of(saved: Saved, shapes: Sequence[tuple[int, ...]]) -> str | None:
     if isinstance(saved, Mapping):  # its part has a shape of its own
         return None
     return None if tuple(saved.shape) in shapes else f"one of shape {' or '.join(map(str, shapes))}"

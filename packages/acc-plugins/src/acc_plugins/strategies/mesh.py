@@ -115,7 +115,7 @@ class MeshStrategy(AveragingStrategy, ShardedStrategy):
         """Differentiate, then average; sums that ranks of `tp` still had to make are made."""
         super().backward(loss, divisor=divisor, **kwargs)
         if self.parallelism.tp_enabled:
-            sum_partial_gradients(p for model in self.training_models() for p in model.parameters())
+            sum_partial_gradients(p for model in self._training for p in model.parameters())
 
     def gradient_layout(self, model: nn.Module) -> str:  # noqa: ARG002
         return f"{self.name} over {mesh_text(self.mesh)}"

@@ -9,7 +9,7 @@ that only some ranks have counts as zero on the others; one that no rank has sta
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 
@@ -33,21 +33,20 @@ class AveragingStrategy(SynchronisingStrategy):
     def __init__(self, world: World, precision: Precision, *, save_on_each_node: bool = False) -> None:
         super().__init__(world, precision, save_on_each_node=save_on_each_node)
         self.averaging = world
-        self._training: list[weakref.ref[nn.Module]] = []  # in the order of prepare, the same on every rank
         self._held: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
     def _begin_training(self, model: nn.Module) -> None:
         """Every rank has the first one's weights from here on, and its gradients are averaged."""
         buffers = model.buffers() if self.broadcast_buffers else ()
         take_from_rank_0(self.averaging, [t for t in (*model.parameters(), *buffers) if not t.is_meta])
-        if all(known() is not model for known in self._training):
-            self._training.append(weakref.ref(model))
 
-    def without_sync(self, model: nn.Module, apart: bool = False) -> AbstractContextManager[Any]:
-        held = self._hold(model, self._held.get(model, 0) + 1)
-        return held if self.window_of(model) is None else self._windows.holding(model, held, apart)
+    def exchanges(self, model: nn.Module) -> bool:
+        return model in self._training
 
-    def sync_next_backward(self, model: nn.Module) -> AbstractContextManager[Any]:
+    def held_back(self, model: nn.Module) -> AbstractContextManager[Any]:
+        return self._hold(model, self._held.get(model, 0) + 1)
+
+    def synchronised(self, model: nn.Module) -> AbstractContextManager[Any]:
         return self._hold(model, 0)
 
     @contextmanager
@@ -64,7 +63,7 @@ class AveragingStrategy(SynchronisingStrategy):
         super().backward(loss, divisor=divisor, **kwargs)
         if self.averaging.size == 1:
             return
-        models = [model for model in self.training_models() if self.synchronises_now(model)]
+        models = [model for model in self._training if self.synchronises_now(model)]
         if models:
             trained = (p for model in models for p in model.parameters() if p.requires_grad)
             average_gradients(self.averaging, trained)
@@ -76,9 +75,6 @@ class AveragingStrategy(SynchronisingStrategy):
             for model in models:  # also those that this backward did not reach
                 self._windows.close(model)
 
-    def window_of(self, model: nn.Module) -> nn.Module | None:
-        return model if any(known() is model for known in self._training) else None
-
     def own_gradients(self, model: nn.Module) -> Own:
         return [p.grad for p in model.parameters()]
 
@@ -88,13 +84,11 @@ class AveragingStrategy(SynchronisingStrategy):
     def exchange_model(self, model: nn.Module) -> None:
         average_gradients(self.averaging, (p for p in model.parameters() if p.requires_grad))
 
-    def training_models(self) -> list[nn.Module]:
-        """The models that were prepared for training and are alive."""
-        return [model for ref in self._training if (model := ref()) is not None]
+    def exchange_unreached(self, model: nn.Module, reached: Sequence[bool]) -> None:
+        """`backward` averages all that the model has."""
 
     def close(self) -> None:
         super().close()
-        self._training.clear()
         self._held.clear()
 
 

@@ -190,7 +190,7 @@ class Strategy:
         """Forget, with the optimizer's `zero_grad`, what is held back of its parameters where it cannot reach it."""
 
     def note_held(self, model: nn.Module, held: bool) -> None:
-        """`held`: gradients of this rank alone were put into the model's `gradient_places`; else nothing is held there."""
+        """`held`: gradients of this rank alone are put into the model's `gradient_places`; else nothing is held there. Every rank calls it, before."""
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Give gradients their true size before somebody looks at them; any number of times per step."""
