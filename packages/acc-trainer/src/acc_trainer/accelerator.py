@@ -300,8 +300,8 @@ class Accelerator(Exchanges):
     ) -> None:
         """Write the weights for loading elsewhere: model.safetensors, or shards and an index; older ones there are removed.
 
-        Every process calls it where weights are sharded; elsewhere the main process may call it alone. `ValueError` for an empty folder name. A failure
-        on the process that writes raises on all that call it: CheckpointError on the others.
+        Every process calls it where weights are sharded; elsewhere the main process may call it alone, and where all do, its folder counts. `ValueError`
+        for an empty folder name. A failure on the process that writes raises on all that call it: CheckpointError on the others.
         """
         saving.save_model(self, model, save_directory, max_shard_size, safe_serialization)
 
